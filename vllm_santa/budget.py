@@ -1,0 +1,83 @@
+"""A budget: how many rows a decode row may read, as a number or as a part of its context."""
+
+import math
+import re
+from dataclasses import dataclass
+
+MAX_ROWS = 2**18
+"""The largest budget that the integer arithmetic of the estimators holds (docs/estimators.md)."""
+
+ALLOWED = f"rows as an integer from 1 to {MAX_ROWS}, or a fraction of the context above 0 and below 1, as 0.02 or '2%'"
+
+_PARTS = 10**9
+_DIGITS = re.compile(r"[0-9]{1,18}")
+_PERCENT = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}) ?%")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """`count` rows, or (where `count` is 0) `parts` billionths of the context.
+
+    The unit is the method's: draws per query head for santa, strat, sys, prop and flash; distinct rows per KV head, without the sink and
+    local windows, for the others. Fractions are kept as integers so that 7 % of 100 is 7 rows on every machine.
+    """
+
+    count: int
+    parts: int = 0
+
+    @property
+    def is_fraction(self) -> bool:
+        return self.count == 0
+
+    @property
+    def fraction(self) -> float:
+        """The part of the context in (0, 1); 0.0 for a number of rows."""
+        return self.parts / _PARTS
+
+    def rows(self, context: int) -> int:
+        """Rows for a context of that many tokens: fractions round up; at least 1, at most MAX_ROWS."""
+        return self.count or max(1, min(MAX_ROWS, -(-self.parts * context // _PARTS)))
+
+    def __str__(self) -> str:
+        return f"{self.parts / (_PARTS // 100):g}%" if self.is_fraction else str(self.count)
+
+    @classmethod
+    def parse(cls, value: object, field: str = "budget") -> "Budget":
+        """Read an int, a float, digits in a string, or a percentage in a string.
+
+        Raises:
+            ValueError: names the field, the value and what is allowed.
+        """
+        if isinstance(value, str):
+            text = value.strip()
+            if _DIGITS.fullmatch(text):
+                return cls.parse(int(text), field)
+            if percent := _PERCENT.fullmatch(text):
+                return cls._of_fraction(float(percent[1]) / 100, value, field)
+            raise _error(value, field)
+        if isinstance(value, bool):
+            raise _error(value, field)
+        if isinstance(value, int):
+            if not 1 <= value <= MAX_ROWS:
+                raise _error(value, field)
+            return cls(value)
+        if isinstance(value, float):
+            return cls._of_fraction(value, value, field)
+        raise _error(value, field)
+
+    @classmethod
+    def _of_fraction(cls, fraction: float, value: object, field: str) -> "Budget":
+        parts = round(fraction * _PARTS) if math.isfinite(fraction) else 0
+        if not 0 < parts < _PARTS:
+            raise _error(value, field)
+        return cls(0, parts)
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its repr, cut where it grows long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _error(value: object, field: str) -> ValueError:
+    return ValueError(f"{field}: {shown(value)} is not a budget; allowed: {ALLOWED}")

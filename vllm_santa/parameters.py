@@ -1,0 +1,116 @@
+"""The `santa_*` parameters of a request, read from `SamplingParams.extra_args` (the OpenAI API's `vllm_xargs`)."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from vllm_santa.budget import Budget, shown
+from vllm_santa.methods import METHOD_NAMES, Method
+
+if TYPE_CHECKING:
+    from vllm_santa.schema import RequestLimits
+
+PREFIX = "santa_"
+SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class RequestParams:
+    """What a request asks for; None where it leaves the choice to the policy. `seed` is an unsigned 64-bit value."""
+
+    method: Method | None = None
+    budget: Budget | None = None
+    seed: int | None = None
+
+
+def parse(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> RequestParams:
+    """Read and check the parameters, at the server's door.
+
+    Raises:
+        ValueError: names the parameter, its value and what is allowed; vLLM answers HTTP 400 with it.
+    """
+    return RequestParams(**{name: read(value, limits) for name, value, read in _given(extra_args)})
+
+
+def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> tuple[RequestParams, int]:
+    """The same behind the door, where nothing may fail: budgets outside the limits are clamped, what cannot be read is left out.
+
+    Returns the parameters and how many of them were left out.
+    """
+    values, ignored = {}, 0
+    limits = limits.clamping()
+    for key, value in (extra_args or {}).items():
+        if not _is_ours(key):
+            continue
+        try:
+            values |= {name: read(value, limits) for name, value, read in _given({key: value})}
+        except ValueError:
+            ignored += 1
+    return RequestParams(**values), ignored
+
+
+def has_santa(extra_args: Mapping[str, Any] | None) -> bool:
+    """True if the request names any `santa_*` parameter."""
+    return bool(extra_args) and any(map(_is_ours, extra_args))
+
+
+def unsigned(seed: int) -> int:
+    """A signed or unsigned 64-bit seed as the unsigned value that keys the random numbers."""
+    return seed & SEED_MAX
+
+
+def _is_ours(key: object) -> bool:
+    return isinstance(key, str) and key.startswith(PREFIX)
+
+
+def _given(extra_args: Mapping[str, Any] | None) -> list[tuple[str, Any, Callable[[Any, "RequestLimits"], Any]]]:
+    given = []
+    for key, value in (extra_args or {}).items():
+        if not _is_ours(key):
+            continue
+        if key not in _READERS:
+            near = get_close_matches(key, _READERS, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ValueError(f"{shown(key)[1:-1]}: unknown parameter (value {shown(value)}); allowed: {', '.join(_READERS)}{hint}")
+        given.append((key.removeprefix(PREFIX), value, _READERS[key]))
+    return given
+
+
+def _read_method(value: object, limits: "RequestLimits") -> Method:
+    _check_may_choose("santa_method", value, limits)
+    allowed = [method.name for method in limits.methods]
+    if not isinstance(value, str) or value not in METHOD_NAMES:
+        near = get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ValueError(f"santa_method: {shown(value)} is not a method; allowed: {', '.join(allowed)}{hint}")
+    if value not in allowed:
+        raise ValueError(f"santa_method: {value!r} is not allowed by this server's policy; allowed: {', '.join(allowed)}")
+    return Method[value]
+
+
+def _read_budget(value: object, limits: "RequestLimits") -> Budget:
+    _check_may_choose("santa_budget", value, limits)
+    budget = Budget.parse(value, "santa_budget")
+    bounded = limits.clamp(budget)
+    if bounded != budget and not limits.clamps:
+        raise ValueError(f"santa_budget: {shown(value)} is outside this server's limits; allowed: {limits.budget_text()}")
+    return bounded
+
+
+def _read_seed(value: object, limits: "RequestLimits") -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not SEED_MIN <= value <= SEED_MAX:
+        raise ValueError(f"santa_seed: {shown(value)} is not a seed; allowed: an integer from -2^63 to 2^64 - 1")
+    return unsigned(value)
+
+
+def _check_may_choose(key: str, value: object, limits: "RequestLimits") -> None:
+    if not limits.allow:
+        raise ValueError(f"{key}: {shown(value)} is refused; allowed: nothing, this server's policy lets requests choose only santa_seed")
+
+
+_READERS: dict[str, Callable[[Any, "RequestLimits"], Any]] = {
+    "santa_method": _read_method,
+    "santa_budget": _read_budget,
+    "santa_seed": _read_seed,
+}

@@ -1,0 +1,149 @@
+"""Per-request parameters inside vLLM: checked at the server's door, kept per row in the workers.
+
+`SantaParams` is a vLLM logits processor that never touches a logit. Processors are the one official place that sees the parameters of
+every request on both sides: `validate_params` in the API server, and the rows of the batch in each worker before attention metadata
+is built. One class serves both model runners: V1 calls it by name only, V2 wants its own base class.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+from vllm_santa.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
+from vllm_santa.policy import Policy, policy_of
+
+try:
+    from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as _Base
+except ImportError:  # without vLLM the parameters can still be read and tested
+    _Base = object  # type: ignore[assignment,misc]
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+__all__ = ["RequestParams", "RowRequest", "SantaParams", "observe_config", "parse", "parse_lenient", "processor_for", "runs_santa"]
+
+_NOT_SANTA = "this server does not run --attention-backend santa"
+
+_front_policy: Policy | None = None
+"""Policy of the SANTA engine that this process fronts, the last one where there are several; None without one."""
+
+_processors: "WeakValueDictionary[str, SantaParams]" = WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class RowRequest:
+    """What one row of the batch asked for.
+
+    `seed` keys the row's random numbers, an unsigned 64-bit value: `santa_seed`, else the request's `seed`, else the policy's
+    `base_seed`, else drawn once. `prompt_len` is in tokens; None where the prompt came as embeddings.
+    """
+
+    params: RequestParams
+    seed: int
+    prompt_len: int | None
+
+
+def runs_santa(vllm_config: "VllmConfig") -> bool:
+    """True if any kind of layer of this server was given the SANTA backend."""
+    config = vllm_config.attention_config
+    backends = [config.backend, *(getattr(config, "backend_per_kind", None) or {}).values()]
+    return any(getattr(backend, "name", None) == "SANTA" for backend in backends)
+
+
+def observe_config(vllm_config: "VllmConfig") -> None:
+    """Learn the policy that requests of this process are checked against.
+
+    Call it in every process that makes an engine configuration, because `validate_params` is given none. A configuration with another
+    backend changes nothing.
+
+    Raises:
+        PolicyError: the policy cannot be used; this stops the server before the engine starts.
+    """
+    global _front_policy
+    if runs_santa(vllm_config):
+        _front_policy = policy_of(vllm_config)
+
+
+def processor_for(vllm_config: "VllmConfig") -> "SantaParams | None":
+    """The processor of this worker's engine. None where vLLM makes none: on the V1 runner with speculative decoding, and on the V2 runner
+    for pipeline ranks before the last; rows then follow the policy alone."""
+    return _processors.get(vllm_config.instance_id)
+
+
+class SantaParams(_Base):  # type: ignore[misc,valid-type]
+    """Checks `santa_*` parameters and keeps them per batch row (V1) or request slot (V2).
+
+    `ignored` counts parameters that reached the worker and could not be read (only a front end that skips validation lets them through).
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", *runner_args: Any) -> None:
+        """`runner_args` is `(device, is_pin_memory)` from V1 and `(req_states,)` from V2."""
+        self.ignored = 0
+        self._policy = policy_of(vllm_config) if runs_santa(vllm_config) else None
+        self._rows: dict[int, RowRequest] = {}
+        self._req_states = runner_args[0] if len(runner_args) == 1 else None
+        # Every rank of an engine adds requests in the same order, so with the engine's id they draw the same seeds.
+        self._seeds = random.Random(vllm_config.instance_id)
+        _processors[vllm_config.instance_id] = self
+
+    @classmethod
+    def validate_params(cls, sampling_params: "SamplingParams") -> None:
+        """Refuse a request at admission.
+
+        Raises:
+            ValueError: names the parameter, its value and what is allowed; vLLM answers HTTP 400 with it.
+        """
+        if not has_santa(sampling_params.extra_args):
+            return
+        if _front_policy is None:
+            key = next(key for key in sampling_params.extra_args if has_santa((key,)))
+            raise ValueError(f"{key}: {_NOT_SANTA}; allowed: no santa_* parameters")
+        parse(sampling_params.extra_args, _front_policy.requests)
+
+    def rows_of(self, common: "CommonAttentionMetadata") -> list[RowRequest | None]:
+        """What each of the `num_reqs` rows of a step asked for; None for padded rows."""
+        slots = range(common.num_reqs) if common.req_idx is None else common.req_idx.tolist()
+        rows = [self._rows.get(slot) for slot in slots[: common.num_reqs]]
+        return rows + [None] * (common.num_reqs - len(rows))
+
+    # V1 runner
+
+    def is_argmax_invariant(self) -> bool:
+        """True: vLLM then leaves greedy batches alone."""
+        return True
+
+    def update_state(self, batch_update: Any) -> None:
+        """Follow the requests as they enter, move within and leave the persistent batch."""
+        if self._policy is None or not batch_update:
+            return
+        from vllm.v1.sample.logits_processor import process_dict_updates
+
+        process_dict_updates(self._rows, batch_update, self._row_of_added)
+
+    def _row_of_added(self, params: "SamplingParams", prompt: list[int] | None, _output: list[int]) -> RowRequest:
+        return self._row(params, None if prompt is None else len(prompt))
+
+    # V2 runner
+
+    def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
+        """Take the place of whatever the slot held before. False: no logit will be touched."""
+        if self._policy is not None:
+            self._rows[req_idx] = self._row(sampling_params, int(self._req_states.prompt_len.np[req_idx]))
+        return False
+
+    # both
+
+    def apply(self, logits: "torch.Tensor", ctx: Any = None) -> "torch.Tensor":
+        """The logits as they are."""
+        return logits
+
+    def _row(self, sampling: "SamplingParams", prompt_len: int | None) -> RowRequest:
+        params, ignored = parse_lenient(sampling.extra_args, self._policy.requests)
+        self.ignored += ignored
+        candidates = (params.seed, sampling.seed, self._policy.base_seed)
+        seed = next((seed for seed in candidates if seed is not None), None)
+        return RowRequest(params, self._seeds.getrandbits(64) if seed is None else unsigned(seed), prompt_len)

@@ -1,0 +1,262 @@
+"""What a policy file may say. docs/policy.md is generated from these models."""
+
+import re
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
+
+from vllm_santa import budget as budgets
+from vllm_santa.budget import Budget, shown
+from vllm_santa.decision import CompiledRule, Condition, Decider, Decision, RowContext
+from vllm_santa.methods import METHOD_NAMES, Method
+from vllm_santa.parameters import RequestParams
+
+_LAYERS = re.compile(r"(-?[0-9]{1,5})-(-?[0-9]{1,5})")
+_METHOD_TEXT = "one of " + ", ".join(METHOD_NAMES)
+
+
+def _method(value: object) -> Method:
+    if isinstance(value, Method):
+        return value
+    if not isinstance(value, str) or value not in METHOD_NAMES:
+        raise ValueError("not a method")
+    return Method[value]
+
+
+def _budget(value: object) -> Budget:
+    if isinstance(value, Budget):
+        return value
+    try:
+        return Budget.parse(value)
+    except ValueError:
+        raise ValueError("not a budget") from None  # the field's own words say what is allowed
+
+
+def _fraction(value: object) -> Budget:
+    budget = _budget(value)
+    if not budget.is_fraction:
+        raise ValueError("a number of rows, where a fraction is wanted")
+    return budget
+
+
+def _layer(value: object) -> int | str:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    if not is_number and not (isinstance(value, str) and _LAYERS.fullmatch(value)):
+        raise ValueError("neither a layer number nor a range")
+    return value  # type: ignore[return-value]
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+MethodName = Annotated[Method, BeforeValidator(_method), PlainSerializer(lambda method: method.name, return_type=str)]
+BudgetValue = Annotated[Budget, BeforeValidator(_budget), PlainSerializer(str, return_type=str)]
+FractionValue = Annotated[Budget, BeforeValidator(_fraction), PlainSerializer(str, return_type=str)]
+Layer = Annotated[int | str, PlainValidator(_layer)]
+
+
+def setting(default: Any, allowed: str, description: str, **constraints: Any) -> Any:
+    """A field with the words that its errors and the reference use for what is allowed."""
+    return Field(default, description=description, json_schema_extra={"allowed": allowed}, **constraints)
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class _Span(_Part):
+    @model_validator(mode="after")
+    def _ordered(self) -> "_Span":
+        if self.low > self.high:
+            raise ValueError(f"min {self.min} is above max {self.max}")  # type: ignore[attr-defined]
+        return self
+
+    @property
+    def low(self) -> float:
+        return self.min or 0  # type: ignore[attr-defined]
+
+    @property
+    def high(self) -> float:
+        return float("inf") if self.max is None else self.max  # type: ignore[attr-defined]
+
+
+class Range(_Span):
+    """An inclusive range; an end that is left out does not bound."""
+
+    min: int | None = setting(None, "an integer from 0", "Smallest number that matches.", ge=0)
+    max: int | None = setting(None, "an integer from 0", "Largest number that matches.", ge=0)
+
+
+class RowLimits(_Span):
+    """What a request may ask for as a number of rows."""
+
+    min: int = setting(8, f"an integer from 1 to {budgets.MAX_ROWS}", "Fewest rows.", ge=1, le=budgets.MAX_ROWS)
+    max: int = setting(16384, f"an integer from 1 to {budgets.MAX_ROWS}", "Most rows.", ge=1, le=budgets.MAX_ROWS)
+
+
+class FractionLimits(_Span):
+    """What a request may ask for as a fraction of its context."""
+
+    min: FractionValue = setting(Budget.parse("0.1%"), "a fraction above 0 and below 1, as 0.02 or '2%'", "Smallest fraction.")
+    max: FractionValue = setting(Budget.parse("50%"), "a fraction above 0 and below 1, as 0.02 or '2%'", "Largest fraction.")
+
+    @property
+    def low(self) -> float:
+        return self.min.parts
+
+    @property
+    def high(self) -> float:
+        return self.max.parts
+
+
+class RequestLimits(_Part):
+    """What requests may choose for themselves (docs/requests.md)."""
+
+    allow: bool = setting(True, "true or false", "Whether requests may choose a method and a budget at all. Seeds are always theirs.")
+    methods: Annotated[tuple[MethodName, ...], BeforeValidator(_tuple)] = setting(
+        tuple(Method), "a list of methods: " + ", ".join(METHOD_NAMES), "Methods that requests may choose."
+    )
+    budget: RowLimits = setting(RowLimits(), "min and max", "Limits of `santa_budget` where it is a number of rows.")
+    fraction: FractionLimits = setting(FractionLimits(), "min and max", "Limits of `santa_budget` where it is a fraction of the context.")
+    over_limit: Literal["refuse", "clamp"] = setting(
+        "refuse", "refuse or clamp", "Whether a budget outside the limits is refused with HTTP 400, or moved to the nearest limit."
+    )
+
+    @property
+    def clamps(self) -> bool:
+        return self.over_limit == "clamp"
+
+    def clamping(self) -> "RequestLimits":
+        """These limits, with budgets outside of them clamped."""
+        return self if self.clamps else self.model_copy(update={"over_limit": "clamp"})
+
+    def clamp(self, budget: Budget) -> Budget:
+        """The nearest budget inside the limits; a fraction stays a fraction."""
+        if budget.is_fraction:
+            return Budget(0, min(max(budget.parts, self.fraction.min.parts), self.fraction.max.parts))
+        return Budget(min(max(budget.count, self.budget.min), self.budget.max))
+
+    def budget_text(self) -> str:
+        """The limits in words, for error messages."""
+        fraction = self.fraction
+        return (
+            f"{self.budget.min} to {self.budget.max} rows, or a fraction of the context from {fraction.min.fraction:g} ({fraction.min}) "
+            f"to {fraction.max.fraction:g} ({fraction.max})"
+        )
+
+
+class Rule(_Part):
+    """Conditions, which must all hold, and what then happens to the row. Conditions that are left out always hold."""
+
+    context: Range = setting(Range(), "min and max in tokens", "Context length of the row in tokens, the current one included.")
+    generated: Range = setting(Range(), "min and max in tokens", "Tokens of its answer that the request has generated so far.")
+    batch: Range = setting(
+        Range(), "min and max in rows", "Decode rows in the step. A rule that looks at it makes answers depend on the load of the server."
+    )
+    model: str | None = setting(
+        None, "a glob pattern, as `*Llama-3*`", "Pattern for the served model's name, whole or its last path component.", min_length=1
+    )
+    method: MethodName = setting(..., _METHOD_TEXT, "Decode method of the rows that the rule matches.")
+    budget: BudgetValue | None = setting(None, budgets.ALLOWED, "Budget of the method; left out, it is `default_budget`.")
+
+    @model_validator(mode="after")
+    def _dense_has_no_budget(self) -> "Rule":
+        if self.method is Method.dense and self.budget is not None:
+            raise ValueError("a dense rule has no budget")
+        return self
+
+    def compiled(self, default_budget: Budget) -> CompiledRule:
+        """The rule as the decision uses it."""
+        named = ((RowContext._fields.index(name), getattr(self, name)) for name in ("context", "generated", "batch"))
+        conditions = tuple(Condition(field, int(span.low), span.high) for field, span in named if span != Range())
+        return CompiledRule(conditions, self.model, self.method, self.budget or default_budget)
+
+
+class Policy(_Part):
+    """How a server decodes: rules, the windows and constants of the methods, and what requests may change."""
+
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_tuple)] = setting(
+        (), "a list of rules", "The first rule whose conditions hold decides; a row that none matches is dense."
+    )
+    default_method: MethodName = setting(
+        Method.pps,
+        "one of " + ", ".join(METHOD_NAMES[1:]),
+        "Method of a request that gives a budget but no method, on a row that the rules leave dense.",
+    )
+    default_budget: BudgetValue = setting(
+        Budget(512),
+        budgets.ALLOWED,
+        "Budget of rules without one, and of requests that give only a method on a row that the rules leave dense.",
+    )
+    dense_layers: Annotated[tuple[Layer, ...], BeforeValidator(_tuple)] = setting(
+        (), "a list of layer numbers and ranges, as [0, '2-4', -1]", "Layers that stay dense; negative numbers count from the last layer."
+    )
+    sink: int = setting(128, "an integer from 0 to 65536", "First tokens that methods with codes always read.", ge=0, le=65536)
+    local: int = setting(128, "an integer from 0 to 65536", "Last tokens that methods with codes always read.", ge=0, le=65536)
+    heavy_fraction: float = setting(
+        0.4, "a number from 0 to 1", "Part of the budget that `ssa_fixed` and `uniform_tail` spend on the largest proxy scores.", ge=0, le=1
+    )
+    uniform_share: float = setting(
+        0.02, "a number from 0, below 1", "Share of uniform mass in the proxies that `ssa` samples from; it bounds the weights.", ge=0, lt=1
+    )
+    base_seed: int | None = setting(
+        None,
+        "null, or an integer from -2^63 to 2^64 - 1",
+        "Seed of requests that bring none; null draws one for each request.",
+        ge=-(2**63),
+        lt=2**64,
+    )
+    requests: RequestLimits = setting(RequestLimits(), "limits", "What requests may choose for themselves.")
+    codebooks: str | None = setting(
+        None,
+        "null, or the path of a safetensors file",
+        "PQ codebooks of the methods with codes, relative to the policy file; null trains them from the first long prompts.",
+        min_length=1,
+    )
+    subspaces: Literal[8, 16, 32] = setting(16, "8, 16 or 32", "Subspaces of codebooks that the server trains: bytes of code a key.")
+    training_tokens: int = setting(
+        4096, "an integer from 256 to 1048576", "Tokens that the server collects to train codebooks.", ge=256, le=2**20
+    )
+
+    @field_validator("default_method")
+    @classmethod
+    def _default_is_sparse(cls, method: Method) -> Method:
+        if method is Method.dense:
+            raise ValueError("dense has no budget")
+        return method
+
+    @cached_property
+    def decider(self) -> Decider:
+        rules = [rule.compiled(self.default_budget) for rule in self.rules]
+        return Decider(rules, self.default_method, self.default_budget, self.sink + self.local)
+
+    def decide(self, row: RowContext, request: RequestParams | None = None) -> Decision:
+        """Method and budget of one decode row, and why."""
+        return self.decider(row, request)
+
+    def dense_layer_set(self, num_layers: int) -> frozenset[int]:
+        """`dense_layers` as indices from 0 to num_layers - 1.
+
+        Raises:
+            ValueError: a layer that the model does not have, or a range that runs backwards.
+        """
+        found: set[int] = set()
+        for entry in self.dense_layers:
+            ends = _LAYERS.fullmatch(entry).groups() if isinstance(entry, str) else (entry, entry)  # type: ignore[union-attr]
+            first, last = (number + num_layers if number < 0 else number for number in map(int, ends))
+            if not 0 <= first <= last < num_layers:
+                raise ValueError(
+                    f"dense_layers: {shown(entry)} does not fit a model of {num_layers} layers; "
+                    f"allowed: layers {-num_layers} to {num_layers - 1}, and ranges that run forward"
+                )
+            found.update(range(first, last + 1))
+        return frozenset(found)
+
+    def max_budget(self, max_model_len: int) -> int:
+        """The most rows that any rule or request can get at contexts up to max_model_len tokens: what buffers must hold."""
+        budgets_ = [self.default_budget, *(rule.budget for rule in self.rules if rule.budget)]
+        if self.requests.allow:
+            budgets_ += [Budget(self.requests.budget.max), self.requests.fraction.max]
+        return max(budget.rows(max_model_len) for budget in budgets_)
