@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from vllm_santa.front import front_policy, runs_santa
 from vllm_santa.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
-from vllm_santa.policy import Policy, policy_of
+from vllm_santa.policy import policy_of
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as _Base
@@ -24,12 +25,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-__all__ = ["RequestParams", "RowRequest", "SantaParams", "observe_config", "parse", "parse_lenient", "processor_for", "runs_santa"]
+__all__ = ["RequestParams", "RowRequest", "SantaParams", "parse", "parse_lenient", "processor_for"]
 
 _NOT_SANTA = "this server does not run --attention-backend santa"
-
-_front_policy: Policy | None = None
-"""Policy of the SANTA engine that this process fronts, the last one where there are several; None without one."""
 
 _processors: "WeakValueDictionary[str, SantaParams]" = WeakValueDictionary()
 
@@ -45,27 +43,6 @@ class RowRequest:
     params: RequestParams
     seed: int
     prompt_len: int | None
-
-
-def runs_santa(vllm_config: "VllmConfig") -> bool:
-    """True if any kind of layer of this server was given the SANTA backend."""
-    config = vllm_config.attention_config
-    backends = [config.backend, *(getattr(config, "backend_per_kind", None) or {}).values()]
-    return any(getattr(backend, "name", None) == "SANTA" for backend in backends)
-
-
-def observe_config(vllm_config: "VllmConfig") -> None:
-    """Learn the policy that requests of this process are checked against.
-
-    Call it in every process that makes an engine configuration, because `validate_params` is given none. A configuration with another
-    backend changes nothing.
-
-    Raises:
-        PolicyError: the policy cannot be used; this stops the server before the engine starts.
-    """
-    global _front_policy
-    if runs_santa(vllm_config):
-        _front_policy = policy_of(vllm_config)
 
 
 def processor_for(vllm_config: "VllmConfig") -> "SantaParams | None":
@@ -99,10 +76,11 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         """
         if not has_santa(sampling_params.extra_args):
             return
-        if _front_policy is None:
+        policy = front_policy()
+        if policy is None:
             key = next(key for key in sampling_params.extra_args if has_santa((key,)))
             raise ValueError(f"{key}: {_NOT_SANTA}; allowed: no santa_* parameters")
-        parse(sampling_params.extra_args, _front_policy.requests)
+        parse(sampling_params.extra_args, policy.requests)
 
     def rows_of(self, common: "CommonAttentionMetadata") -> list[RowRequest | None]:
         """What each of the `num_reqs` rows of a step asked for; None for padded rows."""

@@ -1,0 +1,55 @@
+"""What the process that takes requests knows of its engine.
+
+vLLM validates the parameters of a request without giving the validator the engine's configuration. But every process that takes requests
+(API servers, `LLM`) has made that configuration itself, and each configuration passes through the platform's `check_and_update_config`,
+so that is where to look: after the plugin has loaded, before the engine starts.
+"""
+
+from typing import TYPE_CHECKING
+
+from vllm_santa.policy import Policy, policy_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_policy: Policy | None = None
+
+
+def runs_santa(vllm_config: "VllmConfig") -> bool:
+    """True if any kind of layer of this engine was given the SANTA backend."""
+    config = vllm_config.attention_config
+    backends = [config.backend, *(config.backend_per_kind or {}).values()]
+    return any(getattr(backend, "name", None) == "SANTA" for backend in backends)
+
+
+def front_policy() -> Policy | None:
+    """Policy of the SANTA engine of this process, the last one where there are several; None without one."""
+    return _policy
+
+
+def observe_config(vllm_config: "VllmConfig") -> None:
+    """Keep the policy of an engine that runs SANTA; other engines change nothing.
+
+    Raises:
+        PolicyError: the policy cannot be used; raised where the configuration is made, it stops the server before the engine starts.
+    """
+    global _policy
+    if runs_santa(vllm_config):
+        _policy = policy_of(vllm_config)
+
+
+def watch_configs() -> None:
+    """Observe every configuration that this process makes from now on. Once per process; vLLM's plugin loading calls it."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    original = platform.check_and_update_config.__func__
+    if getattr(original, "observed_by_santa", False):
+        return
+
+    def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
+        original(cls, vllm_config)
+        observe_config(vllm_config)
+
+    check_and_update_config.observed_by_santa = True  # type: ignore[attr-defined]
+    platform.check_and_update_config = classmethod(check_and_update_config)
