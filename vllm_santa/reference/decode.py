@@ -1,5 +1,6 @@
 """One decode row by any sparse method, from vLLM's pages: the reference of `ops.decode`."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +16,15 @@ from vllm_santa.reference.scores import exact_scores
 from vllm_santa.reference.ssa import SelectionSettings, importance_weights, select_by_proxy
 from vllm_santa.reference.values import draws_needed, value_weights
 
+_LN2 = math.log(2)
+
 
 @dataclass(frozen=True)
 class LayerContext:
     """What one attention layer adds to a row.
 
-    layer: its index in the model. scale, soft_cap: of the scores (soft_cap 0 = none). first_query_head, first_kv_head: global indices of this
-    rank's first heads, so that tensor parallelism draws the same numbers. codebook: of this layer's keys, None until there is one.
+    layer: its index in the model. scale, soft_cap: of the scores (soft_cap 0 = none). first_query_head, first_kv_head: global indices of
+    this rank's first heads, so that tensor parallelism draws the same numbers. codebook: of this layer's keys, None until there is one.
     """
 
     layer: int
@@ -56,7 +59,7 @@ def decode_row(
     """Sparse attention of one query token over its cache.
 
     query: [Hq, D]. kv: [B, H, N, 2D], K then V. codes: uint8 [B, H, N, M]. block_table: int32 [blocks]. context: tokens, the current one
-    included. budget: >= 1, draws per query head or rows per KV head, as the method counts. seed: 64 bits, as a signed integer.
+    included. budget: >= 1, draws per query head or rows per KV head, as the method counts. seed: an unsigned 64-bit integer.
     """
     if context == 0:
         return RowResult(torch.zeros_like(query), 0.0, 0.0)
@@ -67,7 +70,7 @@ def decode_row(
         if layer.codebook is None:
             raise ValueError(f"layer {layer.layer} has no codebook: method {method.name} cannot score its keys")
         tables = lookup_tables(grouped, layer.codebook, layer.scale)
-        proxies = proxy_scores(tables, gather_context(codes, block_table, context).transpose(0, 1))
+        proxies = proxy_scores(tables, gather_context(codes, block_table, context).transpose(0, 1)) * _LN2
         numbers = random.per_kv_head(budget if method == Method.ssa_fixed else 1)
         selection = select_by_proxy(method, proxies, settings, random.budget(budget), numbers)
         return _attend_selected(grouped, key, value, selection.taken, selection.probability, layer)
@@ -108,7 +111,8 @@ class _Random:
     def __init__(self, seed: int, position: int, layer: LayerContext, grouped_query: Tensor):
         heads, group = grouped_query.shape[:2]
         self.heads, self.layer, self.device = heads, layer.layer, grouped_query.device
-        self.seed, self.position = self._scalar(seed), self._scalar(position)
+        self.seed = self._scalar(seed - (1 << 64) if seed >= 1 << 63 else seed)  # the same 64 bits, as torch holds them
+        self.position = self._scalar(position)
         self.kv_head = layer.first_kv_head + torch.arange(heads, device=self.device)
         self.query_head = layer.first_query_head + torch.arange(heads * group, device=self.device).unflatten(0, (heads, group))
 

@@ -49,10 +49,7 @@ def select_by_proxy(method: Method, proxies: Tensor, settings: SelectionSettings
     heavy = heaviest(codes, (budget.double() * settings.heavy_fraction).long())
     rest = torch.where(heavy.taken, EXCLUDED, codes)
     left = budget - heavy.taken.sum(-1)
-    if method == Method.ssa_fixed:
-        tail = with_replacement(rest, left, uniform_bits)
-    else:
-        tail = uniform(rest != EXCLUDED, left, offset)
+    tail = with_replacement(rest, left, uniform_bits) if method == Method.ssa_fixed else uniform(rest != EXCLUDED, left, offset)
     return certain(forced) | heavy | tail
 
 

@@ -1,0 +1,94 @@
+"""One worker's codebooks: read from the policy's file, or trained once from the first prompts, then never changed."""
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+
+from vllm_santa.codebook import Codebook, CodebookError, ModelShape, load_codebooks
+from vllm_santa.training import train_codebook
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_santa.policy import Policy
+
+logger = init_logger("vllm.santa.codebooks")
+
+
+def first_kv_head(num_kv_heads_total: int) -> int:
+    """Global index of this rank's first KV head; ranks beyond the number of heads share them."""
+    return get_tensor_model_parallel_rank() * num_kv_heads_total // get_tensor_model_parallel_world_size()
+
+
+class CodebookStore:
+    """Codebooks by layer index. A worker's layers all see the same tokens, so they all train in the same step."""
+
+    def __init__(self, policy: "Policy", vllm_config: "VllmConfig"):
+        self._policy = policy
+        self._codebooks: dict[int, Codebook] = {}
+        self._samples: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        self._expected: set[int] = set()
+        self._started = 0.0
+        self.trains = policy.codebooks is None
+        model = vllm_config.model_config
+        self._heads_total = model.get_total_num_kv_heads()
+        self._heads = model.get_num_kv_heads(vllm_config.parallel_config)
+        if policy.codebooks is not None:
+            shape = ModelShape(model.get_total_num_hidden_layers(), self._heads_total, model.get_head_size())
+            loaded = load_codebooks(policy.codebooks, shape)
+            if loaded.info.subspaces != policy.subspaces:
+                raise CodebookError(
+                    f"{policy.codebooks}: subspaces is {loaded.info.subspaces}, but the policy says {policy.subspaces}; "
+                    f"set `subspaces: {loaded.info.subspaces}` in the policy, or calibrate with --subspaces {policy.subspaces}"
+                )
+            sliced = loaded.slice_heads(first_kv_head(self._heads_total), self._heads)
+            self._codebooks = dict(sliced.layers)
+            logger.info("Codebooks read from %s, fingerprint %s.", policy.codebooks, loaded.fingerprint()[:16])
+
+    def expect(self, layer: int) -> None:
+        """A layer that needs a codebook before any method with codes may run."""
+        if not self.trains and layer not in self._codebooks:
+            raise CodebookError(f"{self._policy.codebooks}: no codebook for layer {layer}; calibrate it for this model")
+        self._expected.add(layer)
+
+    def get(self, layer: int) -> Codebook | None:
+        """The layer's codebook, None until there is one."""
+        return self._codebooks.get(layer)
+
+    @property
+    def ready(self) -> bool:
+        """True once every expected layer has its codebook."""
+        return self._codebooks.keys() >= self._expected
+
+    def observe(self, layer: int, keys: Tensor, queries: Tensor) -> Codebook | None:
+        """Collect prompt tokens of a layer without a codebook; train it when there are enough.
+
+        keys: [n, H, D]. queries: [n, H, G, D]. Returns the codebook once it is trained, else None.
+        """
+        if not self._samples:
+            logger.info("No codebooks yet: methods with PQ codes decode densely until %d prompt tokens have passed.", self._wanted)
+        samples = self._samples.setdefault(layer, [])
+        samples.append((keys.clone(), queries.clone()))
+        if sum(len(part) for part, _ in samples) < self._wanted:
+            return None
+        self._started = self._started or time.monotonic()
+        all_keys, all_queries = (torch.cat(parts)[: self._wanted] for parts in zip(*samples, strict=True))
+        finite = all_keys.isfinite().flatten(1).all(1) & all_queries.isfinite().flatten(1).all(1)
+        codebook = train_codebook(all_keys[finite], all_queries[finite], self._policy.subspaces)
+        self._codebooks[layer] = codebook
+        samples.clear()
+        if self.ready:
+            seconds = time.monotonic() - self._started
+            logger.info(
+                "Codebooks trained from %d prompt tokens for %d layers in %.1f s: methods with PQ codes are sparse from the next step on.",
+                self._wanted, len(self._expected), seconds,
+            )  # fmt: skip
+        return codebook
+
+    @property
+    def _wanted(self) -> int:
+        return self._policy.training_tokens

@@ -1,0 +1,143 @@
+"""Counters that leave the workers: written to a small shared file, read by the API server for vLLM's /metrics.
+
+A worker adds to an array mapped from a file that carries the engine's id; the API server's collector reads it when Prometheus asks. No
+messages, no flags, and nothing to wait for on the step's path.
+"""
+
+import atexit
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from prometheus_client import REGISTRY
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vllm_santa.methods import METHOD_NAMES, Method
+from vllm_santa.policy import REASONS
+
+try:
+    from vllm.v1.metrics.loggers import StatLoggerBase
+except ImportError:  # without vLLM the counters can still be tested
+    StatLoggerBase = object  # type: ignore[assignment,misc]
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_santa.rows import DecodingToken
+
+ROW_REASONS = (*REASONS, "no_codebook")
+_PER_METHOD = {
+    "santa_context_tokens": "Context tokens of decoding rows, which dense attention reads all of.",
+    "santa_key_rows_read": "Rows of K that decoding rows read, mean over layers and KV heads.",
+    "santa_value_rows_read": "Rows of V that decoding rows read, mean over layers and KV heads.",
+}
+_SINGLE = {"santa_ignored_parameters": "Request parameters that reached a worker and could not be read."}
+
+# (metric, method, reason) of every slot of the file, in order.
+_SLOTS = [("santa_rows", method, reason) for method in METHOD_NAMES for reason in ROW_REASONS]
+_SLOTS += [(name, method, None) for name in _PER_METHOD for method in METHOD_NAMES]
+_SLOTS += [(name, None, None) for name in (*_SINGLE, "santa_codebooks_ready")]
+_INDEX = {slot: index for index, slot in enumerate(_SLOTS)}
+
+
+def _folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"vllm-santa-{os.getuid()}"
+
+
+class Counters:
+    """One worker's counters; `values` is float64 [slots], shared with whoever reads the file."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values
+
+    @classmethod
+    def create(cls, vllm_config: "VllmConfig") -> "Counters":
+        """Counters in the file of this worker. Tensor-parallel ranks see the same rows, so only their first is read by anyone."""
+        from vllm.distributed import get_pp_group, get_tensor_model_parallel_rank
+
+        if get_tensor_model_parallel_rank() > 0:
+            return cls(np.zeros(len(_SLOTS)))
+        engine = vllm_config.parallel_config.data_parallel_rank
+        _folder().mkdir(mode=0o700, exist_ok=True)
+        path = _folder() / f"{vllm_config.instance_id}-{engine}-{get_pp_group().rank_in_group}"
+        atexit.register(path.unlink, missing_ok=True)
+        return cls(np.memmap(path, dtype=np.float64, mode="w+", shape=(len(_SLOTS),)))
+
+    def count_decoding(self, tokens: Iterable["DecodingToken"]) -> None:
+        """Count the decoding tokens of a step. Dense rows read all they see."""
+        for _, context, (method, _, reason) in tokens:
+            self.values[_INDEX["santa_rows", method.name, reason]] += 1
+            self.values[_INDEX["santa_context_tokens", method.name, None]] += context
+            if method is Method.dense:
+                self.count_read(method, context, context)
+
+    def count_read(self, method: Method, key_rows: float, value_rows: float) -> None:
+        """Add rows read; a layer adds its share of the mean over layers."""
+        self.values[_INDEX["santa_key_rows_read", method.name, None]] += key_rows
+        self.values[_INDEX["santa_value_rows_read", method.name, None]] += value_rows
+
+    def set_ignored(self, count: int) -> None:
+        self.values[_INDEX["santa_ignored_parameters", None, None]] = count
+
+    def set_codebooks_ready(self, ready: bool) -> None:
+        self.values[_INDEX["santa_codebooks_ready", None, None]] = ready
+
+
+class _WorkerFiles(Collector):
+    """Reads the files of one engine configuration's workers."""
+
+    def __init__(self, instance_id: str):
+        self._instance_id = instance_id
+
+    def _engines(self) -> dict[str, np.ndarray]:
+        """Counters by data-parallel rank, [pipeline stages, slots]."""
+        stages: dict[str, list[np.ndarray]] = {}
+        for path in sorted(_folder().glob(f"{self._instance_id}-*")):
+            values = np.fromfile(path, dtype=np.float64)
+            if len(values) == len(_SLOTS):
+                stages.setdefault(path.name.split("-")[1], []).append(values)
+        return {engine: np.stack(parts) for engine, parts in stages.items()}
+
+    def describe(self) -> Iterable[Metric]:
+        return []  # nothing to check at registration: the workers' files are not there yet
+
+    def collect(self) -> Iterator[Metric]:
+        rows = CounterMetricFamily("santa_rows", "Decoding rows by method, and why they got it.", labels=["engine", "method", "reason"])
+        read = {name: CounterMetricFamily(name, text, labels=["engine", "method"]) for name, text in _PER_METHOD.items()}
+        single = {name: CounterMetricFamily(name, text, labels=["engine"]) for name, text in _SINGLE.items()}
+        ready = GaugeMetricFamily("santa_codebooks_ready", "1 once every sparse layer has PQ codebooks.", labels=["engine"])
+        for engine, stages in self._engines().items():
+            for (name, method, reason), value, least in zip(_SLOTS, stages.sum(0), stages.min(0), strict=True):
+                if name == "santa_codebooks_ready":
+                    ready.add_metric([engine], least)
+                elif name in single:
+                    single[name].add_metric([engine], value)
+                elif name in read:
+                    read[name].add_metric([engine, method], value)
+                elif value > 0:  # most pairs of method and reason never occur
+                    rows.add_metric([engine, method, reason], value)
+        yield from (rows, *read.values(), *single.values(), ready)
+
+
+class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
+    """Puts the workers' counters on /metrics (entry point `vllm.stat_logger_plugins`). Does nothing on servers with another backend."""
+
+    _collected: set[str] = set()
+
+    def __init__(self, vllm_config: "VllmConfig", engine_index: int = 0):
+        from vllm_santa.front import runs_santa
+
+        instance_id = vllm_config.instance_id
+        if runs_santa(vllm_config) and instance_id not in self._collected:
+            self._collected.add(instance_id)
+            REGISTRY.register(_WorkerFiles(instance_id))
+
+    def record(self, scheduler_stats: object, iteration_stats: object, mm_cache_stats: object = None, engine_idx: int = 0) -> None:
+        """Nothing to do: the collector reads when asked."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing to add to vLLM's own line."""

@@ -1,0 +1,11 @@
+"""What vLLM calls in each of its processes at start."""
+
+
+def register() -> None:
+    """Make `--attention-backend santa` known (entry point `vllm.general_plugins`). Changes nothing for servers on another backend."""
+    from vllm_santa import registration  # noqa: F401  (importing registers)
+    from vllm_santa.cpu_platform import accept_santa
+    from vllm_santa.front import watch_configs
+
+    accept_santa()
+    watch_configs()

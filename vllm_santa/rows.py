@@ -1,0 +1,92 @@
+"""What each token of a step is to get: dense attention, or a sparse method with a budget and a seed."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm_santa.methods import Method
+from vllm_santa.policy import Decision, RowContext
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+    from vllm_santa.request import RowRequest
+    from vllm_santa.runtime import Runtime
+
+
+class SparseToken(NamedTuple):
+    """One query token that reads its cache sparsely.
+
+    token: its index in the step's flat batch. row: its request's index in the batch. context: tokens it attends to, itself included.
+    budget: as the method counts. seed: unsigned 64 bits.
+    """
+
+    token: int
+    row: int
+    context: int
+    method: Method
+    budget: int
+    seed: int
+
+
+class DecodingToken(NamedTuple):
+    """A token of an answer: its index in the flat batch, the tokens it attends to, and what was decided for it."""
+
+    token: int
+    context: int
+    decision: Decision
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """decoding: every token that belongs to an answer, in batch order. sparse: those of them that read sparsely."""
+
+    decoding: list[DecodingToken]
+    sparse: list[SparseToken]
+
+
+def plan_step(common: "CommonAttentionMetadata", runtime: "Runtime") -> StepPlan:
+    """Decide for every token of the step. Needs only host memory: no device synchronisation."""
+    starts = common.query_start_loc_cpu.tolist()
+    contexts = common.seq_lens_cpu_upper_bound.tolist()
+    prefilling = [False] * common.num_reqs if common.is_prefilling is None else common.is_prefilling.tolist()
+    requests = runtime.requests_of(common)
+    spans = []
+    for row, request in enumerate(requests):
+        tokens = starts[row + 1] - starts[row]
+        if tokens > 0 and request is not None:
+            first = _first_decoding(tokens, contexts[row], prefilling[row], request.prompt_len, runtime.speculates)
+            spans.append((row, starts[row], tokens, contexts[row], first, request))
+    batch = sum(first < tokens for _, _, tokens, _, first, _ in spans)
+    plan = StepPlan([], [])
+    for row, start, tokens, context, first, request in spans:
+        for i in range(first, tokens):
+            seen = context - tokens + i + 1
+            decision = _decide(runtime, request, seen, batch)
+            plan.decoding.append(DecodingToken(start + i, seen, decision))
+            if decision.method is not Method.dense:
+                plan.sparse.append(SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed))
+    return plan
+
+
+def _first_decoding(tokens: int, context: int, prefilling: bool, prompt_len: int | None, speculates: bool) -> int:
+    """Index of the row's first token that counts as decoding; `tokens` if none does.
+
+    A token decodes if it was generated. So tokens of an answer that a preempted request computes again are drawn again as they were the
+    first time, and preemption does not change the answer. Drafts under verification are dense.
+    """
+    if tokens > 1 and speculates:
+        return tokens
+    if prompt_len is None:
+        return 0 if tokens == 1 and not prefilling else tokens
+    return min(max(prompt_len - (context - tokens), 0), tokens)
+
+
+def _decide(runtime: "Runtime", request: "RowRequest", context: int, batch: int) -> Decision:
+    generated = 0 if request.prompt_len is None else context - request.prompt_len
+    decision = runtime.policy.decide(RowContext(context, generated, batch, runtime.model_name), request.params)
+    if decision.method.needs_codes and not runtime.codebooks.ready:
+        return NO_CODEBOOK
+    return decision
+
+
+NO_CODEBOOK = Decision(Method.dense, 0, "no_codebook")
