@@ -42,42 +42,27 @@ class Budget:
         return f"{self.parts / (_PARTS // 100):g}%" if self.is_fraction else str(self.count)
 
     @classmethod
-    def parse(cls, value: object, field: str = "budget") -> "Budget":
+    def parse(cls, value: object, field: str = "budget", allowed: str = ALLOWED) -> "Budget":
         """Read an int, a float, digits in a string, or a percentage in a string.
 
         Raises:
             ValueError: names the field, the value and what is allowed.
         """
+        number = value
         if isinstance(value, str):
             text = value.strip()
             if _DIGITS.fullmatch(text):
-                return cls.parse(int(text), field)
-            if percent := _PERCENT.fullmatch(text):
-                return cls._of_fraction(float(percent[1]) / 100, value, field)
-            raise _error(value, field)
-        if isinstance(value, bool):
-            raise _error(value, field)
-        if isinstance(value, int):
-            if not 1 <= value <= MAX_ROWS:
-                raise _error(value, field)
-            return cls(value)
-        if isinstance(value, float):
-            return cls._of_fraction(value, value, field)
-        raise _error(value, field)
-
-    @classmethod
-    def _of_fraction(cls, fraction: float, value: object, field: str) -> "Budget":
-        parts = round(fraction * _PARTS) if math.isfinite(fraction) else 0
-        if not 0 < parts < _PARTS:
-            raise _error(value, field)
-        return cls(0, parts)
+                number = int(text)
+            elif percent := _PERCENT.fullmatch(text):
+                number = float(percent[1]) / 100
+        if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_ROWS:
+            return cls(number)
+        if isinstance(number, float) and math.isfinite(number) and 0 < (parts := round(number * _PARTS)) < _PARTS:
+            return cls(0, parts)
+        raise ValueError(f"{field}: {shown(value)} is not a budget; allowed: {allowed}")
 
 
 def shown(value: object) -> str:
     """A value as an error message shows it: its repr, cut where it grows long."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _error(value: object, field: str) -> ValueError:
-    return ValueError(f"{field}: {shown(value)} is not a budget; allowed: {ALLOWED}")

@@ -99,17 +99,13 @@ class Decider:
         if asked.method is Method.dense:
             return _REQUEST_DENSE
         rule = self.match(row)
-        is_sparse = rule is not None and rule.method is not Method.dense
-        if asked.method is None and asked.budget is None:
-            if rule is None:
-                return _NO_RULE
-            if not is_sparse:
-                return _RULE_DENSE
-            reason = "rule"
-        else:
-            reason = "request"
-        method = asked.method or (rule.method if is_sparse else self.default_method)
-        budget = asked.budget or (rule.budget if is_sparse else self.default_budget)
+        reason = "rule" if asked.method is None and asked.budget is None else "request"
+        method, budget = self.default_method, self.default_budget
+        if rule is not None and rule.method is not Method.dense:
+            method, budget = rule.method, rule.budget
+        elif reason == "rule":
+            return _NO_RULE if rule is None else _RULE_DENSE
+        method, budget = asked.method or method, asked.budget or budget
         rows = budget.rows(row.context)
         if not method.samples_values and rows + (self.windows if method.needs_codes else 0) >= row.context:
             return _COVERED

@@ -7,7 +7,7 @@ so that is where to look: after the plugin has loaded, before the engine starts.
 
 from typing import TYPE_CHECKING
 
-from vllm_santa.policy import Policy, policy_of
+from vllm_santa.policy import Policy, policy_of, policy_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,8 +34,15 @@ def observe_config(vllm_config: "VllmConfig") -> None:
         PolicyError: the policy cannot be used; raised where the configuration is made, it stops the server before the engine starts.
     """
     global _policy
-    if runs_santa(vllm_config):
-        _policy = policy_of(vllm_config)
+    if not runs_santa(vllm_config):
+        return
+    from vllm.logger import init_logger
+
+    logger = init_logger("vllm.santa")
+    _policy = policy_of(vllm_config)
+    logger.info("SANTA policy: %s", policy_path(vllm_config) or "the built-in default")
+    for warning in _policy.warnings():
+        logger.warning("SANTA policy: %s", warning)
 
 
 def watch_configs() -> None:
@@ -43,7 +50,7 @@ def watch_configs() -> None:
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
-    original = platform.check_and_update_config.__func__
+    original = platform.check_and_update_config.__func__  # type: ignore[attr-defined]
     if getattr(original, "observed_by_santa", False):
         return
 
@@ -52,4 +59,4 @@ def watch_configs() -> None:
         observe_config(vllm_config)
 
     check_and_update_config.observed_by_santa = True  # type: ignore[attr-defined]
-    platform.check_and_update_config = classmethod(check_and_update_config)
+    platform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment,method-assign]

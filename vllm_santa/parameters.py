@@ -38,7 +38,8 @@ def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits")
 
     Returns the parameters and how many of them were left out.
     """
-    values, ignored = {}, 0
+    values: dict[str, Any] = {}
+    ignored = 0
     limits = limits.clamping()
     for key, value in (extra_args or {}).items():
         if not _is_ours(key):
@@ -52,7 +53,7 @@ def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits")
 
 def has_santa(extra_args: Mapping[str, Any] | None) -> bool:
     """True if the request names any `santa_*` parameter."""
-    return bool(extra_args) and any(map(_is_ours, extra_args))
+    return any(map(_is_ours, extra_args or ()))
 
 
 def unsigned(seed: int) -> int:
@@ -91,7 +92,7 @@ def _read_method(value: object, limits: "RequestLimits") -> Method:
 
 def _read_budget(value: object, limits: "RequestLimits") -> Budget:
     _check_may_choose("santa_budget", value, limits)
-    budget = Budget.parse(value, "santa_budget")
+    budget = Budget.parse(value, "santa_budget", limits.budget_text())
     bounded = limits.clamp(budget)
     if bounded != budget and not limits.clamps:
         raise ValueError(f"santa_budget: {shown(value)} is outside this server's limits; allowed: {limits.budget_text()}")

@@ -4,8 +4,9 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from vllm_santa.budget import shown
 from vllm_santa.schema import Policy
@@ -139,11 +140,17 @@ def submodel(model: type[BaseModel], field: str) -> type[BaseModel] | None:
     return next((item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel)), None)
 
 
+def allowed_text(field: FieldInfo) -> str:
+    """The words of the schema for what a field may hold."""
+    return field.json_schema_extra["allowed"]  # type: ignore[index,return-value]
+
+
 def _allowed(location: Location) -> str | None:
     """The words of the schema for what may stand at a location."""
-    model, text = Policy, None
+    model: type[BaseModel] = Policy
+    text = None
     for part in location:
         if isinstance(part, str) and part in model.model_fields:
-            text = model.model_fields[part].json_schema_extra["allowed"]  # type: ignore[index,assignment]
+            text = allowed_text(model.model_fields[part])
             model = submodel(model, part) or model
     return text

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from vllm_santa.front import front_policy, runs_santa
 from vllm_santa.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
-from vllm_santa.policy import policy_of
+from vllm_santa.policy import Policy, policy_of
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as _Base
@@ -62,7 +62,8 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         self.ignored = 0
         self._policy = policy_of(vllm_config) if runs_santa(vllm_config) else None
         self._rows: dict[int, RowRequest] = {}
-        self._req_states = runner_args[0] if len(runner_args) == 1 else None
+        if len(runner_args) == 1:  # [slots] int32 on the host, kept current by the runner
+            self._prompt_lens = runner_args[0].prompt_len.np
         # Every rank of an engine adds requests in the same order, so with the engine's id they draw the same seeds.
         self._seeds = random.Random(vllm_config.instance_id)
         _processors[vllm_config.instance_id] = self
@@ -74,13 +75,13 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         Raises:
             ValueError: names the parameter, its value and what is allowed; vLLM answers HTTP 400 with it.
         """
-        if not has_santa(sampling_params.extra_args):
+        extra_args = sampling_params.extra_args or {}
+        if not has_santa(extra_args):
             return
         policy = front_policy()
         if policy is None:
-            key = next(key for key in sampling_params.extra_args if has_santa((key,)))
-            raise ValueError(f"{key}: {_NOT_SANTA}; allowed: no santa_* parameters")
-        parse(sampling_params.extra_args, policy.requests)
+            raise ValueError(f"{', '.join(key for key in extra_args if has_santa({key: 0}))}: {_NOT_SANTA}; allowed: no santa_* parameters")
+        parse(extra_args, policy.requests)
 
     def rows_of(self, common: "CommonAttentionMetadata") -> list[RowRequest | None]:
         """What each of the `num_reqs` rows of a step asked for; None for padded rows."""
@@ -96,21 +97,22 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
 
     def update_state(self, batch_update: Any) -> None:
         """Follow the requests as they enter, move within and leave the persistent batch."""
-        if self._policy is None or not batch_update:
+        policy = self._policy
+        if policy is None or not batch_update:
             return
         from vllm.v1.sample.logits_processor import process_dict_updates
 
-        process_dict_updates(self._rows, batch_update, self._row_of_added)
+        def new_row(sampling: "SamplingParams", prompt: list[int] | None, _output: list[int]) -> RowRequest:
+            return self._row(policy, sampling, None if prompt is None else len(prompt))
 
-    def _row_of_added(self, params: "SamplingParams", prompt: list[int] | None, _output: list[int]) -> RowRequest:
-        return self._row(params, None if prompt is None else len(prompt))
+        process_dict_updates(self._rows, batch_update, new_row)
 
     # V2 runner
 
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Take the place of whatever the slot held before. False: no logit will be touched."""
         if self._policy is not None:
-            self._rows[req_idx] = self._row(sampling_params, int(self._req_states.prompt_len.np[req_idx]))
+            self._rows[req_idx] = self._row(self._policy, sampling_params, int(self._prompt_lens[req_idx]))
         return False
 
     # both
@@ -119,9 +121,9 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         """The logits as they are."""
         return logits
 
-    def _row(self, sampling: "SamplingParams", prompt_len: int | None) -> RowRequest:
-        params, ignored = parse_lenient(sampling.extra_args, self._policy.requests)
+    def _row(self, policy: Policy, sampling: "SamplingParams", prompt_len: int | None) -> RowRequest:
+        params, ignored = parse_lenient(sampling.extra_args, policy.requests)
         self.ignored += ignored
-        candidates = (params.seed, sampling.seed, self._policy.base_seed)
+        candidates = (params.seed, sampling.seed, policy.base_seed)
         seed = next((seed for seed in candidates if seed is not None), None)
         return RowRequest(params, self._seeds.getrandbits(64) if seed is None else unsigned(seed), prompt_len)

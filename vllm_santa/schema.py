@@ -236,6 +236,21 @@ class Policy(_Part):
         """Method and budget of one decode row, and why."""
         return self.decider(row, request)
 
+    def warnings(self) -> list[str]:
+        """What the policy may say but hardly means, a sentence each."""
+        found = []
+        if self.heavy_fraction in (0, 1):
+            found.append(
+                f"heavy_fraction: {self.heavy_fraction:g} leaves ssa_fixed and uniform_tail without "
+                + ("their heavy set" if self.heavy_fraction == 0 else "samples beside the heavy set")
+                + "; answers from 0.2 to 0.8 were clearly better (SSA, ablation of h)"
+            )
+        for index, rule in enumerate(self.rules[:-1]):
+            if rule.model_copy(update={"budget": None}) == Rule(method=rule.method):
+                found.append(f"rules[{index}] has no conditions, so the rules after it are never tried")
+                break
+        return found
+
     def dense_layer_set(self, num_layers: int) -> frozenset[int]:
         """`dense_layers` as indices from 0 to num_layers - 1.
 
