@@ -102,6 +102,11 @@ class _WorkerFiles(Collector):
                 stages.setdefault(path.name.split("-")[1], []).append(values)
         return {engine: np.stack(parts) for engine, parts in stages.items()}
 
+    def remove(self) -> None:
+        """Delete the files; workers that were killed could not."""
+        for path in _folder().glob(f"{self._instance_id}-*"):
+            path.unlink(missing_ok=True)
+
     def describe(self) -> Iterable[Metric]:
         return []  # nothing to check at registration: the workers' files are not there yet
 
@@ -134,7 +139,9 @@ class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
         instance_id = vllm_config.instance_id
         if runs_santa(vllm_config) and instance_id not in self._collected:
             self._collected.add(instance_id)
-            REGISTRY.register(_WorkerFiles(instance_id))
+            files = _WorkerFiles(instance_id)
+            REGISTRY.register(files)
+            atexit.register(files.remove)
 
     def record(self, scheduler_stats: object, iteration_stats: object, mm_cache_stats: object = None, engine_idx: int = 0) -> None:
         """Nothing to do: the collector reads when asked."""

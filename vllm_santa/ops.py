@@ -14,6 +14,11 @@ from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.rows import SparseToken
 
 
+def implementation() -> str:
+    """What decodes sparse rows on this platform, in words."""
+    return "the torch reference"
+
+
 def encode(key: Tensor, codes: Tensor, slots: Tensor, codebook: Codebook) -> None:
     """Write the PQ codes of new keys beside them.
 

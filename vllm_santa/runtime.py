@@ -4,13 +4,18 @@ import secrets
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
+
+from vllm_santa import ops
 from vllm_santa.codebook_store import CodebookStore
 from vllm_santa.methods import Method
 from vllm_santa.metrics import Counters
 from vllm_santa.parameters import RequestParams, unsigned
-from vllm_santa.policy import policy_of, served_model
+from vllm_santa.policy import policy_of, policy_path, served_model
 from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.request import RowRequest, processor_for
+
+logger = init_logger("vllm.santa")
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +37,7 @@ class Runtime:
         self.codebooks = CodebookStore(self.policy, vllm_config)
         self.layers: set[int] = set()
         """Attention layers of this worker."""
+        logger.info("SANTA backend: policy %s, decode by %s.", policy_path(vllm_config) or "built in", ops.implementation())
 
     @cached_property
     def counters(self) -> Counters:
