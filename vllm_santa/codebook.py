@@ -166,7 +166,18 @@ def load_codebooks(path: Path | str, expected: ModelShape | None = None) -> Code
             raise CodebookError(f"{path}: {field} is {was}, but the model has {allowed}; calibrate it for this model")
     if _digest(tensors) != fingerprint:
         raise CodebookError(f"{path}: fingerprint is {fingerprint}, but the tensors give {_digest(tensors)}: the file is damaged")
-    return Codebooks(_unflatten(tensors, path), info)
+    layers = _unflatten(tensors)
+    _check_contents(path, info, layers)
+    return Codebooks(layers, info)
+
+
+def _check_contents(path: Path | str, info: CodebookInfo, layers: Mapping[int, Codebook]) -> None:
+    held = [("num_layers", info.num_layers, len(layers))]
+    for layer in layers.values():
+        held += [(field, getattr(info, field), getattr(layer, field)) for field in ("num_kv_heads", "head_dim", "subspaces")]
+    for field, was, holds in held:
+        if was != holds:
+            raise CodebookError(f"{path}: {field} is {was}, but the tensors hold {holds}")
 
 
 def _flatten(layers: Mapping[int, Codebook]) -> dict[str, torch.Tensor]:
@@ -177,7 +188,7 @@ def _flatten(layers: Mapping[int, Codebook]) -> dict[str, torch.Tensor]:
     }
 
 
-def _unflatten(tensors: Mapping[str, torch.Tensor], path: Path | str) -> dict[int, Codebook]:
+def _unflatten(tensors: Mapping[str, torch.Tensor]) -> dict[int, Codebook]:
     layers: dict[int, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         _, index, field = name.split(".")

@@ -10,7 +10,7 @@ import torch
 from vllm_santa.codebook import CENTROIDS, Codebook, check_subspaces
 from vllm_santa.reference.pq import nearest, split_subspaces
 
-ITERATIONS = 10
+ITERATIONS = 5
 RIDGE = 1e-3  # of Σ_q's mean eigenvalue: keeps the queries' transform, its inverse root, bounded
 
 
@@ -90,32 +90,40 @@ def kmeans(points: torch.Tensor, clusters: int, seed: int, iterations: int) -> t
     """
     problems, count, dim = points.shape
     centroids = _plus_plus(points, clusters, seed)
+    first = torch.arange(problems, device=points.device)[:, None] * clusters  # a problem's first row among all centroids
     for _ in range(iterations):
         index, distance = nearest(points, centroids)
-        sizes = points.new_zeros(problems, clusters).scatter_add_(1, index, torch.ones_like(distance))
-        sums = torch.zeros_like(centroids).scatter_add_(1, index[..., None].expand_as(points), points)
-        centroids = sums / sizes.clamp(min=1)[..., None]
-        empty = sizes == 0
-        worst = distance.topk(min(clusters, count), dim=1).indices
-        rank = (empty.cumsum(1) - 1).clamp(0, worst.shape[1] - 1)
-        restart = points.gather(1, worst.gather(1, rank)[..., None].expand(-1, -1, dim))
-        centroids = torch.where(empty[..., None], restart, centroids)
+        rows = (index + first).flatten()
+        sizes = torch.bincount(rows, minlength=problems * clusters).view(problems, clusters, 1)
+        sums = points.new_zeros(problems * clusters, dim).index_add_(0, rows, points.flatten(0, 1))
+        centroids = sums.view_as(centroids) / sizes.clamp(min=1)
+        if (sizes == 0).any():
+            centroids = torch.where(sizes == 0, _restarts(points, distance, sizes), centroids)
     return centroids
+
+
+def _restarts(points: torch.Tensor, distance: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """For the j-th empty cluster of a problem, the j-th farthest point; [P, clusters, d], meaningful where sizes == 0."""
+    worst = distance.topk(min(sizes.shape[1], points.shape[1]), dim=1).indices
+    rank = ((sizes == 0).cumsum(1) - 1).clamp(0, worst.shape[1] - 1)
+    return points.gather(1, worst[..., None].gather(1, rank).expand(-1, -1, points.shape[-1]))
 
 
 def _plus_plus(points: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
     """k-means++ (Arthur and Vassilvitskii 2007): each next centroid is a point drawn in proportion to its squared distance."""
     problems, count, dim = points.shape
     draws = torch.rand(clusters, problems, 1, generator=torch.Generator().manual_seed(seed)).to(points.device)
-    centroids = points.new_empty(problems, clusters, dim)
+    columns = points.mT.contiguous()  # [P, d, n]: the long axis innermost is several times faster on a CPU
+    centroids = points.new_empty(problems, dim, clusters)
     distance = points.new_ones(problems, count)
     for step, draw in enumerate(draws):
         total = distance.cumsum(1)
         chosen = torch.searchsorted(total, draw * total[:, -1:], right=True).clamp_(max=count - 1)
-        centroids[:, step] = points.gather(1, chosen[..., None].expand(-1, 1, dim))[:, 0]
-        gap = (points - centroids[:, step, None]).square().sum(-1)
+        centroid = columns.gather(2, chosen[:, None].expand(-1, dim, 1))
+        centroids[..., step : step + 1] = centroid
+        gap = (columns - centroid).square_().sum(1)
         distance = gap if step == 0 else torch.minimum(distance, gap)
-    return centroids
+    return centroids.mT.contiguous()
 
 
 def _check_inputs(keys: torch.Tensor, queries: torch.Tensor) -> None:
