@@ -1,13 +1,13 @@
-"""SANTA on vLLM's CPU build: dense attention by torch's SDPA, sparse rows by the reference."""
+"""SANTA on vLLM's CPU build: dense attention by torch's SDPA, sparse tokens by the reference."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.distributed import get_tensor_model_parallel_rank
-from vllm.model_executor.models.utils import extract_layer_index
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
+    AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionLayer,
@@ -15,17 +15,34 @@ from vllm.v1.attention.backend import (
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
+    MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from vllm_santa import ops
-from vllm_santa.codebook_store import first_kv_head
-from vllm_santa.page import page_views
-from vllm_santa.reference.decode import LayerContext
+from vllm_santa.attention.layer import SparseLayer, SparseStep, attach_layers, refuse_unsupported
+from vllm_santa.attention.traits import SantaTraits
 from vllm_santa.reference.dense import dense_attention
 from vllm_santa.reference.paged import gather_context
-from vllm_santa.rows import SparseToken, plan_step
+from vllm_santa.rows import plan_step
 from vllm_santa.runtime import runtime_for
+
+
+class SantaCpuBackend(SantaTraits, AttentionBackend):
+    """SANTA for vLLM's CPU platform."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_impl_cls() -> "type[SantaCpuImpl]":
+        return SantaCpuImpl
+
+    @staticmethod
+    def get_builder_cls() -> "type[SantaCpuMetadataBuilder]":
+        return SantaCpuMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
 
 
 @dataclass
@@ -33,19 +50,15 @@ class SantaCpuMetadata(AttentionMetadata):
     """One step, as every layer reads it.
 
     starts: first token of each row in the flat batch, and the end [rows + 1]. contexts: tokens each row attends to [rows].
-    block_table: int32 [rows, blocks]. sparse: the tokens that read sparsely.
-    prompt_tokens: bool [tokens], True for prompt tokens, which may train codebooks.
     """
 
     starts: list[int]
     contexts: list[int]
-    block_table: Tensor
-    sparse: list[SparseToken]
-    prompt_tokens: Tensor
+    step: SparseStep
 
 
 class SantaCpuMetadataBuilder(AttentionMetadataBuilder[SantaCpuMetadata]):
-    """Decides what each row of a step gets."""
+    """Decides what each token of a step gets."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
@@ -53,19 +66,14 @@ class SantaCpuMetadataBuilder(AttentionMetadataBuilder[SantaCpuMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
         self.runtime = runtime_for(vllm_config)
-        for name in layer_names:
-            vllm_config.compilation_config.static_forward_context[name].impl.attach(extract_layer_index(name))
+        self.counts = attach_layers(vllm_config, layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> SantaCpuMetadata:
         common = common_attn_metadata
         plan = plan_step(common, self.runtime)
-        # A model may have several groups of layers, each with a builder: the one with the first layer counts.
-        if min(self.runtime.layers) in map(extract_layer_index, self.layer_names):
+        if self.counts:
             self.runtime.count_step(plan)
-        starts = common.query_start_loc_cpu.tolist()
-        prompt_tokens = torch.ones(starts[-1], dtype=torch.bool)
-        prompt_tokens[[token.token for token in plan.decoding]] = False
-        return SantaCpuMetadata(starts, common.seq_lens.tolist(), common.block_table_tensor, plan.sparse, prompt_tokens)
+        return SantaCpuMetadata(common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), SparseStep.of(common, plan))
 
 
 class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):
@@ -83,48 +91,23 @@ class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):
         logits_soft_cap: float | None = None,
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
-        **others: object,
+        sinks: Tensor | None = None,
     ):
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            "KV sharing between layers": kv_sharing_target_layer_name is not None,
-            f"{attn_type} attention": attn_type != AttentionType.DECODER,
-            "attention sinks": others.get("sinks") is not None,
-        }
-        for feature, present in refused.items():
-            if present:
-                raise NotImplementedError(f"--attention-backend santa does not support {feature}; serve this model with another backend")
+        refuse_unsupported(attn_type, ALiBi=alibi_slopes, sinks=sinks, KV_sharing_between_layers=kv_sharing_target_layer_name)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype
         self.sliding_window = sliding_window
-        vllm_config = get_current_vllm_config()
-        self.runtime = runtime_for(vllm_config)
-        kv_head = first_kv_head(vllm_config.model_config.get_total_num_kv_heads())
-        query_head = get_tensor_model_parallel_rank() * num_heads
-        self.context = LayerContext(-1, scale, logits_soft_cap or 0.0, query_head, kv_head)
-        self.sparse = False
-        self.uncoded: Tensor | None = None  # bool [blocks], written before there was a codebook
-
-    def attach(self, layer: int) -> None:
-        """Learn the layer's index in the model, which vLLM tells no earlier."""
-        self.sparse = self.runtime.add_layer(layer, windowed=self.sliding_window is not None)
-        self.context = replace(self.context, layer=layer, codebook=self.runtime.codebooks.get(layer))
+        self.santa = SparseLayer(num_heads, self.num_kv_heads, head_size, scale, logits_soft_cap, sliding_window)
 
     def do_kv_cache_update(self, layer: AttentionLayer, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write new keys, values and, once there is a codebook, codes. key, value: [>= T, H, D]. slot_mapping: int64 [T], -1 = padding."""
-        kv, codes = page_views(kv_cache, self.num_kv_heads, self.head_size)
+        """Write new keys, values and codes. key, value: [>= T, H, D]. slot_mapping: int64 [T], -1 = padding."""
+        kv, codes = self.santa.views(kv_cache)
         used = slot_mapping >= 0
         slots, count = slot_mapping[used], len(slot_mapping)
-        block, offset = slots // kv.shape[2], slots % kv.shape[2]
         key, value = key[:count][used].to(kv.dtype), value[:count][used].to(kv.dtype)
-        kv[block, :, offset] = torch.cat((key, value), dim=-1)
-        if self.context.codebook is not None:
-            ops.encode(key, codes, slots, self.context.codebook)
-        elif self.sparse:
-            if self.uncoded is None:
-                self.uncoded = torch.zeros(kv.shape[0], dtype=torch.bool)
-            self.uncoded[block] = True
+        kv[slots // kv.shape[2], :, slots % kv.shape[2]] = torch.cat((key, value), dim=-1)
+        self.santa.write_codes(key, codes, slots)
 
     def forward(
         self,
@@ -141,36 +124,19 @@ class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):
         """Attention of one step. query, output: [tokens, Hq, D]. key, value: [tokens, H, D], already in the cache."""
         if attn_metadata is None:  # vLLM's profiling run
             return output.fill_(0)
-        kv, codes = page_views(kv_cache, self.num_kv_heads, self.head_size)
-        if self.sparse and self.context.codebook is None:
-            self._train(query, key, kv, codes, attn_metadata.prompt_tokens)
-        sparse = attn_metadata.sparse if self.sparse else []
-        self._attend_densely(query, kv, attn_metadata, {token.token for token in sparse}, output)
-        for token, key_rows, value_rows in ops.decode(
-            query, kv, codes, attn_metadata.block_table, sparse, self.context, self.runtime.settings, output
-        ):
-            self.runtime.count_layer_read(token.method, key_rows, value_rows)
-        if not self.sparse:
-            for token in attn_metadata.sparse:
-                rows = min(token.context, self.sliding_window or token.context)
-                self.runtime.count_layer_read(token.method, rows, rows)
+        kv, codes = self.santa.views(kv_cache)
+        self.santa.train(query, key, kv, codes, attn_metadata.step)
+        self._attend_densely(query, kv, attn_metadata, output)
+        self.santa.decode(query, kv, codes, attn_metadata.step, output)
         return output
 
-    def _attend_densely(self, query: Tensor, kv: Tensor, step: SantaCpuMetadata, sparse: set[int], output: Tensor) -> None:
-        for row, context in enumerate(step.contexts):
-            start, end = step.starts[row], step.starts[row + 1]
-            if all(token in sparse for token in range(start, end)):
+    def _attend_densely(self, query: Tensor, kv: Tensor, metadata: SantaCpuMetadata, output: Tensor) -> None:
+        """Every row but those that the layer will decode sparsely as a whole."""
+        sparse = {token.token for token in metadata.step.tokens} if self.santa.sparse else set()
+        for row, context in enumerate(metadata.contexts):
+            start, end = metadata.starts[row], metadata.starts[row + 1]
+            if sparse.issuperset(range(start, end)):
                 continue
-            keys, values = gather_context(kv, step.block_table[row], context).chunk(2, dim=-1)
-            output[start:end] = dense_attention(query[start:end], keys, values, self.scale, self.context.soft_cap, self.sliding_window)
-
-    def _train(self, query: Tensor, key: Tensor, kv: Tensor, codes: Tensor, prompt_tokens: Tensor) -> None:
-        """Offer the step's prompt tokens to the codebook; when it is there, encode what the cache holds."""
-        tokens = prompt_tokens.nonzero().squeeze(1)
-        if len(tokens) == 0:
-            return
-        codebook = self.runtime.codebooks.observe(self.context.layer, key[tokens], query[tokens].unflatten(1, (self.num_kv_heads, -1)))
-        if codebook is not None:
-            self.context = replace(self.context, codebook=codebook)
-            ops.encode_blocks(kv, codes, self.uncoded.nonzero().squeeze(1), codebook)
-            self.uncoded = None
+            keys, values = gather_context(kv, metadata.step.block_table[row], context).chunk(2, dim=-1)
+            soft_cap = self.santa.context.soft_cap
+            output[start:end] = dense_attention(query[start:end], keys, values, self.scale, soft_cap, self.sliding_window)

@@ -1,0 +1,117 @@
+"""What one attention layer does beside dense attention, on any platform: keep the codes, train the codebook, decode sparse tokens."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+
+from vllm_santa import ops
+from vllm_santa.codebook_store import first_kv_head
+from vllm_santa.page import page_views
+from vllm_santa.reference.decode import LayerContext
+from vllm_santa.rows import SparseToken, StepPlan
+from vllm_santa.runtime import Runtime, runtime_for
+
+
+def refuse_unsupported(attn_type: str, **features: object) -> None:
+    """Refuse at start what vLLM's own validation does not know about. features: name=value, present if not None.
+
+    Raises:
+        NotImplementedError: names the feature.
+    """
+    if attn_type != AttentionType.DECODER:
+        features = {f"{attn_type} attention": attn_type}
+    for feature, value in features.items():
+        if value is not None:
+            raise NotImplementedError(
+                f"--attention-backend santa does not support {feature.replace('_', ' ')}; serve this model with another backend"
+            )
+
+
+@dataclass(frozen=True)
+class SparseStep:
+    """One step's sparse work, as every layer reads it.
+
+    block_table: int32 [rows, blocks]. tokens: the tokens that read sparsely. prompt_tokens: int64, indices in the flat batch of the
+    tokens that belong to prompts, which train codebooks.
+    """
+
+    block_table: Tensor
+    tokens: list[SparseToken]
+    prompt_tokens: Tensor
+
+    @classmethod
+    def of(cls, common: CommonAttentionMetadata, plan: StepPlan) -> "SparseStep":
+        starts = common.query_start_loc_cpu.tolist()
+        prompt = torch.ones(starts[-1], dtype=torch.bool)
+        prompt[[token.token for token in plan.decoding]] = False
+        return cls(common.block_table_tensor, plan.sparse, prompt.nonzero().squeeze(1))
+
+
+def attach_layers(vllm_config: VllmConfig, layer_names: list[str]) -> bool:
+    """Tell the layers of a builder their indices. Returns whether they include the first layer: its builder counts the steps' rows, so
+    that a model with several groups of layers counts them once."""
+    layers = vllm_config.compilation_config.static_forward_context
+    for name in layer_names:
+        layers[name].impl.santa.attach(extract_layer_index(name))
+    return min(runtime_for(vllm_config).layers) in map(extract_layer_index, layer_names)
+
+
+class SparseLayer:
+    """The part of an attention implementation that is ours. Made while vLLM loads the model, attached before the first step."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, soft_cap: float | None, window: int | None):
+        self.num_kv_heads, self.head_dim, self.window = num_kv_heads, head_dim, window
+        vllm_config = get_current_vllm_config()
+        self.runtime: Runtime = runtime_for(vllm_config)
+        kv_head = first_kv_head(vllm_config.model_config.get_total_num_kv_heads())
+        self.context = LayerContext(-1, scale, soft_cap or 0.0, get_tensor_model_parallel_rank() * num_heads, kv_head)
+        self.sparse = False
+        self.uncoded: Tensor | None = None  # bool [blocks], written before there was a codebook
+
+    def attach(self, layer: int) -> None:
+        """Learn the layer's index in the model, which vLLM tells no earlier."""
+        self.sparse = self.runtime.add_layer(layer, windowed=self.window is not None)
+        self.context = replace(self.context, layer=layer, codebook=self.runtime.codebooks.get(layer))
+
+    def views(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """kv [B, H, N, 2D] and codes [B, H, N, M] of the layer's cache."""
+        return page_views(cache, self.num_kv_heads, self.head_dim)
+
+    def write_codes(self, key: Tensor, codes: Tensor, slots: Tensor) -> None:
+        """Write the codes of new keys, or note their blocks while there is no codebook. key: [T, H, D]. slots: int64 [T], none negative."""
+        if self.context.codebook is not None:
+            ops.encode(key, codes, slots, self.context.codebook)
+        elif self.sparse:
+            if self.uncoded is None:
+                self.uncoded = torch.zeros(codes.shape[0], dtype=torch.bool, device=codes.device)
+            self.uncoded[slots // codes.shape[2]] = True
+
+    def train(self, query: Tensor, key: Tensor, kv: Tensor, codes: Tensor, step: SparseStep) -> None:
+        """Offer the step's prompt tokens to the codebook, if there is none; when it appears, encode what the cache holds.
+
+        query: [T, Hq, D]. key: [T, H, D].
+        """
+        if not self.sparse or self.context.codebook is not None or len(step.prompt_tokens) == 0:
+            return
+        tokens = step.prompt_tokens.to(key.device)
+        codebook = self.runtime.codebooks.observe(self.context.layer, key[tokens], query[tokens].unflatten(1, (self.num_kv_heads, -1)))
+        if codebook is not None:
+            self.context = replace(self.context, codebook=codebook)
+            ops.encode_blocks(kv, codes, self.uncoded.nonzero().squeeze(1), codebook)
+            self.uncoded = None
+
+    def decode(self, query: Tensor, kv: Tensor, codes: Tensor, step: SparseStep, output: Tensor) -> None:
+        """Write the sparse tokens' rows of the output, and count what they read. query, output: [T, Hq, D]."""
+        if not self.sparse:
+            for token in step.tokens:
+                rows = min(token.context, self.window or token.context)
+                self.runtime.count_layer_read(token.method, rows, rows)
+            return
+        reads = ops.decode(query, kv, codes, step.block_table, step.tokens, self.context, self.runtime.settings, output)
+        for token, key_rows, value_rows in reads:
+            self.runtime.count_layer_read(token.method, key_rows, value_rows)
