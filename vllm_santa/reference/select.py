@@ -110,6 +110,16 @@ def with_replacement(codes: Tensor, draws: Tensor, uniform: Tensor) -> Selection
     return Selection(taken, -torch.expm1(draws.unsqueeze(-1) * torch.log1p(-p)).nan_to_num())
 
 
+def adaptive_with_replacement(codes: Tensor, budget: Tensor, uniform: Tensor) -> Selection:
+    """SSA §2 as the paper states it: heavy where λq >= 1, the m = k − |heavy| left are drawn with replacement from the others.
+
+    codes: int64 [..., n]. budget: int64 [...]. uniform: int64 [..., at least max m] in [0, ONE).
+    """
+    heavy = certain(power_fine(codes, solve_level(codes, budget)) == ONE)
+    rest = torch.where(heavy.taken, EXCLUDED, codes)
+    return heavy | with_replacement(rest, budget - heavy.taken.sum(-1), uniform)
+
+
 def uniform(included: Tensor, count: Tensor, offset: Tensor) -> Selection:
     """`count` of the included tokens, all equally likely (the residual of vAttention). included: [..., n] bool. count: int64 [...]."""
     rate = (count * ONE) // included.sum(-1).clamp(min=1)

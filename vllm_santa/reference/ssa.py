@@ -32,15 +32,26 @@ def forced_tokens(context: int, settings: SelectionSettings, device: torch.devic
     return (index < settings.sink) | (index >= context - settings.local)
 
 
+def proposal(scores: Tensor, settings: SelectionSettings) -> tuple[Tensor, Tensor]:
+    """The forced tokens and the log-codes of every other token's weight q.
+
+    scores: float32 [..., G, n], natural-log units. Returns bool and int64 [..., n].
+    """
+    forced = forced_tokens(scores.shape[-1], settings, scores.device).expand(*scores.shape[:-2], -1)
+    mixture = group_mixture(scores, ~forced, settings.uniform_share)
+    return forced, log_codes(mixture, ~forced)
+
+
 def select_by_proxy(method: Method, proxies: Tensor, settings: SelectionSettings, budget: Tensor, uniform_bits: Tensor) -> Selection:
     """Rows a KV head reads, forced ones included.
 
-    proxies: float32 [..., G, n], approximate scores in natural-log units. budget: int64 [...], rows besides the forced ones.
-    uniform_bits: int64 [..., >= draws] in [0, ONE): one number, or `budget` of them for `ssa_fixed`. Returns a selection over [..., n].
+    ssa: π = min(1, λq), systematic (SSA §2, our sampling). ssa_fixed: a heavy share h, the rest with replacement (SSA §3). topk: the
+    largest proxies (PQCache); on exact scores it is the paper's Oracle-top-k. uniform_tail: the largest, then uniform (vAttention).
+    proxies: float32 [..., G, n], approximate scores in natural-log units; query heads that select for themselves are groups of one.
+    budget: int64 [...], rows besides the forced ones. uniform_bits: int64 [..., >= draws] in [0, ONE): one number, or `budget` of them
+    for `ssa_fixed`. Returns a selection over [..., n].
     """
-    forced = forced_tokens(proxies.shape[-1], settings, proxies.device).expand(*proxies.shape[:-2], -1)
-    mixture = group_mixture(proxies, ~forced, settings.uniform_share)
-    codes = log_codes(mixture, ~forced)
+    forced, codes = proposal(proxies, settings)
     offset = uniform_bits[..., 0]
     if method == Method.ssa:
         return certain(forced) | adaptive(codes, budget, offset)

@@ -1,0 +1,1 @@
+"""What sparse decode costs in accuracy."""

@@ -1,0 +1,140 @@
+"""Attention error on real queries, keys and values: `python -m benchmarks.quality.error smollm2-135m --context 4096`.
+
+One prefill of the measured text and one of another text, which trains the codebooks; then every estimator on query tokens spread over the
+second half of the text, against dense attention in float32. Writes benchmarks/results/error-MODEL-CONTEXT.json.
+"""
+
+import json
+import platform
+import shlex
+import sys
+import time
+from collections import defaultdict
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from benchmarks.models import prepare
+from benchmarks.quality.estimates import SETTINGS, Measured, Problem, measure
+from benchmarks.quality.texts import TEXTS
+from vllm_santa.capture import Captured, capture_qkv
+from vllm_santa.codebook import Codebook
+from vllm_santa.reference.pq import encode, lookup_tables, proxy_scores
+from vllm_santa.training import train_codebook
+
+RESULTS = Path(__file__).parents[1] / "results"
+_LN2 = 0.6931471805599453
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="A name of benchmarks.models.")],
+    context: Annotated[int, typer.Option(help="Tokens of the measured text.")] = 4096,
+    text: Annotated[str, typer.Option(help=f"Measured text: one of {', '.join(TEXTS)}.")] = "essays",
+    codebook_text: Annotated[str, typer.Option(help="Text that trains the codebooks.")] = "other-essays",
+    training: Annotated[int, typer.Option(help="Tokens that train the codebooks.")] = 4096,
+    subspaces: Annotated[int, typer.Option(help="Bytes of a key's code.")] = 16,
+    layer_step: Annotated[int, typer.Option(help="Every how-manieth layer is measured.")] = 1,
+    positions: Annotated[int, typer.Option(help="Query tokens measured per layer.")] = 6,
+    repeats: Annotated[int, typer.Option(help="Seeds per random estimate.")] = 2,
+    data: Annotated[Path | None, typer.Option(help="Folder with RULER's wheel (default: download it).")] = None,
+    output: Annotated[Path, typer.Option(help="Folder for the JSON file.")] = RESULTS,
+    suffix: Annotated[str, typer.Option(help="Added to the file's name.")] = "",
+) -> None:
+    """Measure every estimator's output error on one model and text."""
+    started, console = time.time(), Console(stderr=True)
+    folder = prepare(model)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    layers = range(0, network.config.num_hidden_layers, layer_step)
+
+    def captured(name: str, tokens: int) -> dict[int, Captured]:
+        console.print(f"{model}: prefill of {tokens} tokens of {name}")
+        ids = tokenizer(TEXTS[name](data)[: 8 * tokens], return_tensors="pt", verbose=False).input_ids[:, :tokens]
+        if ids.shape[1] < tokens:
+            raise typer.BadParameter(f"{name} has {ids.shape[1]} tokens of the {tokens} asked for")
+        return capture_qkv(network, ids, layers)
+
+    other = captured(codebook_text, training)
+    codebooks = {
+        layer: train_codebook(record.keys, record.grouped_queries(), subspaces)
+        for layer, record in track(other.items(), "codebooks", console=console)
+    }
+    del other
+    records = captured(text, context)
+    del network
+    found: dict[tuple[str, float], list[Measured]] = defaultdict(list)
+    for layer, record in track(records.items(), "layers", console=console):
+        for problem in problems(record, codebooks[layer], layer, positions):
+            for result in measure(problem, repeats):
+                found[result.method, result.budget].append(result)
+    report = {
+        "command": shlex.join(["python", "-m", "benchmarks.quality.error", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
+        "model": model,
+        "context": context,
+        "text": text,
+        "codebook_text": codebook_text,
+        "subspaces": subspaces,
+        "layers": list(layers),
+        "positions": positions,
+        "repeats": repeats,
+        "settings": vars(SETTINGS),
+        "seconds": round(time.time() - started),
+        "rows": [summary(results) for results in found.values()],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / f"error-{model}-{context}{suffix}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    console.print(f"wrote {path}")
+
+
+def problems(record: Captured, codebook: Codebook, layer: int, count: int) -> list[Problem]:
+    """`count` query tokens, evenly spread over the second half of the text, the last one included."""
+    tokens = record.keys.shape[0]
+    key, value = (x.float().transpose(0, 1).contiguous() for x in (record.keys, record.values))
+    codes = encode(record.keys, codebook)
+    queries = record.grouped_queries().float()
+
+    def problem(position: int) -> Problem:
+        query, seen = queries[position], slice(position + 1)
+        proxies = proxy_scores(lookup_tables(query, codebook, record.scale), codes[seen]) * _LN2
+        return Problem(query, key[:, seen], value[:, seen], record.scale, proxies, layer, position)
+
+    return [problem(tokens // 2 + (tokens - tokens // 2) * (i + 1) // count - 1) for i in range(count)]
+
+
+def summary(results: list[Measured]) -> dict[str, float | str]:
+    """One line of the report: all layers, positions, heads and repeats of one method at one budget."""
+    errors = torch.cat([result.errors for result in results])
+    features = torch.tensor([result.key_features for result in results]).mean(0)
+    return {
+        "method": results[0].method,
+        "budget": results[0].budget,
+        "value_rows": _mean([result.rows for result in results]),
+        "mean": round(errors.mean().item(), 5),
+        "p95": round(_quantile(errors, 0.95), 5),
+        "key_features_per_head": round(features[0].item(), 4),
+        "key_features_per_group": round(features[1].item(), 4),
+        "errors": errors.numel(),
+    }
+
+
+def _mean(values: list[float]) -> float:
+    return round(sum(values) / len(values), 2)
+
+
+def _quantile(values: Tensor, share: float) -> float:
+    return values.kthvalue(max(1, round(share * values.numel()))).values.item()
+
+
+if __name__ == "__main__":
+    typer.run(main)
