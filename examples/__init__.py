@@ -1,0 +1,1 @@
+"""Programs a user would copy: `client.py`, and the demo that `make demo` runs."""

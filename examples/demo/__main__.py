@@ -1,0 +1,139 @@
+"""Start a server, ask it a short and a long question with several methods, print what they answered and what they read."""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from benchmarks.models import ModelError, cache_folder, prepare
+from examples.demo.haystack import Needle, docstring_prose, messages
+from examples.demo.reads import Reads, counter, reads
+from examples.demo.server import ServerError, free_port, serving
+
+MODEL = "smollm2-135m"
+TOKENS = 6000
+MAX_TOKENS = 16
+NEEDLE = Needle(key="gentle-harbor", value="4827163", depth=0.5)
+DENSE: dict[str, str | int] = {"santa_method": "dense"}
+SPARSE = [{"santa_method": method, "santa_budget": budget, "santa_seed": 1} for method in ("pps", "prop", "ssa") for budget in (64, 256)]
+CODEBOOK_LIMIT = 120  # seconds to wait for the server to train its codebooks
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A reply, the seconds between its tokens, and what the server read for it."""
+
+    text: str
+    seconds_per_token: float
+    reads: Reads
+
+
+def ask(client: OpenAI, address: str, chat: list[dict[str, str]], parameters: dict[str, str | int], prefix: bool) -> Answer:
+    """Ask at temperature 0; with `prefix`, the chat's last message is the beginning of the answer."""
+    before = reads(address, str(parameters["santa_method"]))
+    body = {"vllm_xargs": parameters, "add_generation_prompt": not prefix, "continue_final_message": prefix}
+    stream = client.chat.completions.create(model=MODEL, messages=chat, max_tokens=MAX_TOKENS, temperature=0, stream=True, extra_body=body)
+    pieces, times = [], []
+    for event in stream:
+        if event.choices and event.choices[0].delta.content:
+            pieces.append(event.choices[0].delta.content)
+            times.append(time.monotonic())
+    seconds = (times[-1] - times[0]) / max(1, len(times) - 1)
+    return Answer("".join(pieces).strip(), seconds, reads(address, str(parameters["santa_method"])) - before)
+
+
+def compare(client: OpenAI, address: str, prose: list[str], console: Console) -> Table:
+    """Ask for the needle with every method. The first, dense, answer pays for the prefill; the others find it in the prefix cache."""
+    table = Table("method", "budget", "answer", "right", "context", "rows of V read", "rows of K read", "time per token")
+    chat = messages(NEEDLE, prose)
+    with console.status("") as status:
+        for parameters in (DENSE, *SPARSE):
+            method, budget = str(parameters["santa_method"]), str(parameters.get("santa_budget", ""))
+            if method == "ssa":
+                status.update("waiting for the server's codebooks")
+                wait_for_codebooks(address)
+            status.update(f"asking about {TOKENS} tokens with {method} {budget}")
+            answer = ask(client, address, chat, parameters, prefix=True)
+            table.add_row(method, budget, *cells(answer))
+    return table
+
+
+def wait_for_codebooks(address: str) -> None:
+    """`ssa` needs codebooks, which the server trains from the first long prefill; until then it answers densely."""
+    deadline = time.monotonic() + CODEBOOK_LIMIT
+    while not counter(address, "santa_codebooks_ready"):
+        if time.monotonic() > deadline:
+            raise ServerError(f"the server has no codebooks {CODEBOOK_LIMIT} s after a prefill of {TOKENS} tokens")
+        time.sleep(0.5)
+
+
+def cells(answer: Answer) -> list[str]:
+    """The table's cells for an answer: rows are means over its decode steps."""
+    total = answer.reads
+    context, keys, values = (amount / total.steps for amount in (total.context, total.keys, total.values))
+    return [
+        " ".join(answer.text.split()),
+        "yes" if NEEDLE.value in answer.text else "no",
+        f"{context:,.0f}",
+        f"{values:,.0f} ({values / context:.1%})",
+        f"{keys:,.0f} ({keys / context:.1%})",
+        f"{answer.seconds_per_token * 1000:.0f} ms",
+    ]
+
+
+def main(
+    serve: Annotated[bool, typer.Option("--serve", help="Leave the server up until Ctrl-C instead of asking it.")] = False,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0: 8000 with --serve, else any free one.")] = 0,
+) -> None:
+    """Run the demo on this machine. Models and the server's log are kept in SANTA_CACHE."""
+    console = Console()
+    try:
+        folder = prepare(MODEL, console=console)
+        run(folder, port or (8000 if serve else free_port()), serve, console)
+    except (ModelError, ServerError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(folder: Path, port: int, serve: bool, console: Console) -> None:
+    """Start the server on `folder`; then wait (`serve`), or ask and print the table."""
+    log = cache_folder() / "server.log"
+    console.print(f"Starting vllm serve --attention-backend santa on port {port}; its log is {log}")
+    status = console.status("starting")
+    status.start()
+    with serving(folder, MODEL, port, log, lambda line: status.update(f"starting, {line}")) as address:
+        status.stop()
+        if serve:
+            console.print(EXAMPLE.format(address=address), highlight=False, markup=False)
+            while True:
+                time.sleep(3600)
+        client = OpenAI(base_url=f"{address}/v1", api_key="none")
+        question = "What is the capital of France?"
+        answer = ask(client, address, [{"role": "user", "content": question}], DENSE, prefix=False)
+        console.print(f"{question} {answer.text}")
+        prose = docstring_prose(Tokenizer.from_file(str(folder / "tokenizer.json")), TOKENS)
+        console.print(compare(client, address, prose, console))
+
+
+EXAMPLE = """The server is up; Ctrl-C ends it. Ask it:
+
+curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{{
+  "model": "smollm2-135m", "max_tokens": 32, "temperature": 0,
+  "messages": [{{"role": "user", "content": "What is the capital of France?"}}],
+  "vllm_xargs": {{"santa_method": "pps", "santa_budget": 256, "santa_seed": 1}}}}'
+
+or run examples/client.py. Its counters: curl {address}/metrics | grep santa_"""
+
+
+if __name__ == "__main__":
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(main)
+    app()
