@@ -38,7 +38,7 @@ _PER_METHOD = {
 _SINGLE = {"santa_ignored_parameters": "Request parameters that reached a worker and could not be read."}
 
 # (metric, method, reason) of every slot of the file, in order.
-_SLOTS = [("santa_rows", method, reason) for method in METHOD_NAMES for reason in ROW_REASONS]
+_SLOTS: list[tuple[str, str | None, str | None]] = [("santa_rows", method, reason) for method in METHOD_NAMES for reason in ROW_REASONS]
 _SLOTS += [(name, method, None) for name in _PER_METHOD for method in METHOD_NAMES]
 _SLOTS += [(name, None, None) for name in (*_SINGLE, "santa_codebooks_ready")]
 _INDEX = {slot: index for index, slot in enumerate(_SLOTS)}

@@ -100,10 +100,12 @@ class SparseLayer:
             return
         tokens = step.prompt_tokens.to(key.device)
         codebook = self.runtime.codebooks.observe(self.context.layer, key[tokens], query[tokens].unflatten(1, (self.num_kv_heads, -1)))
-        if codebook is not None:
-            self.context = replace(self.context, codebook=codebook)
+        if codebook is None:
+            return
+        self.context = replace(self.context, codebook=codebook)
+        if self.uncoded is not None:
             ops.encode_blocks(kv, codes, self.uncoded.nonzero().squeeze(1), codebook)
-            self.uncoded = None
+        self.uncoded = None
 
     def decode(self, query: Tensor, kv: Tensor, codes: Tensor, step: SparseStep, output: Tensor) -> None:
         """Write the sparse tokens' rows of the output, and count what they read. query, output: [T, Hq, D]."""
