@@ -37,10 +37,10 @@ _PER_METHOD = {
 }
 _SINGLE = {"santa_ignored_parameters": "Request parameters that reached a worker and could not be read."}
 
-# (metric, method, reason) of every slot of the file, in order.
-_SLOTS: list[tuple[str, str | None, str | None]] = [("santa_rows", method, reason) for method in METHOD_NAMES for reason in ROW_REASONS]
-_SLOTS += [(name, method, None) for name in _PER_METHOD for method in METHOD_NAMES]
-_SLOTS += [(name, None, None) for name in (*_SINGLE, "santa_codebooks_ready")]
+# (metric, method, reason) of every slot of the file, in order; empty where it has none.
+_SLOTS = [("santa_rows", method, reason) for method in METHOD_NAMES for reason in ROW_REASONS]
+_SLOTS += [(name, method, "") for name in _PER_METHOD for method in METHOD_NAMES]
+_SLOTS += [(name, "", "") for name in (*_SINGLE, "santa_codebooks_ready")]
 _INDEX = {slot: index for index, slot in enumerate(_SLOTS)}
 
 
@@ -71,20 +71,20 @@ class Counters:
         """Count the decoding tokens of a step. Dense rows read all they see."""
         for _, context, (method, _, reason) in tokens:
             self.values[_INDEX["santa_rows", method.name, reason]] += 1
-            self.values[_INDEX["santa_context_tokens", method.name, None]] += context
+            self.values[_INDEX["santa_context_tokens", method.name, ""]] += context
             if method is Method.dense:
                 self.count_read(method, context, context)
 
     def count_read(self, method: Method, key_rows: float, value_rows: float) -> None:
         """Add rows read; a layer adds its share of the mean over layers."""
-        self.values[_INDEX["santa_key_rows_read", method.name, None]] += key_rows
-        self.values[_INDEX["santa_value_rows_read", method.name, None]] += value_rows
+        self.values[_INDEX["santa_key_rows_read", method.name, ""]] += key_rows
+        self.values[_INDEX["santa_value_rows_read", method.name, ""]] += value_rows
 
     def set_ignored(self, count: int) -> None:
-        self.values[_INDEX["santa_ignored_parameters", None, None]] = count
+        self.values[_INDEX["santa_ignored_parameters", "", ""]] = count
 
     def set_codebooks_ready(self, ready: bool) -> None:
-        self.values[_INDEX["santa_codebooks_ready", None, None]] = ready
+        self.values[_INDEX["santa_codebooks_ready", "", ""]] = ready
 
 
 class _WorkerFiles(Collector):
