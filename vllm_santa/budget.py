@@ -36,14 +36,14 @@ class Budget:
 
     def rows(self, context: int) -> int:
         """Rows for a context of that many tokens: fractions round up; at least 1, at most MAX_ROWS."""
-        return self.count or max(1, min(MAX_ROWS, -(-self.parts * context // _PARTS)))
+        return min(MAX_ROWS, self.count or max(1, -(-self.parts * context // _PARTS)))
 
     def __str__(self) -> str:
         return f"{self.parts / (_PARTS // 100):g}%" if self.is_fraction else str(self.count)
 
     @classmethod
     def parse(cls, value: object, field: str = "budget", allowed: str = ALLOWED) -> "Budget":
-        """Read an int, a float, digits in a string, or a percentage in a string.
+        """Read an int, a float, digits in a string, or a percentage in a string. Limits above MAX_ROWS are the caller's to refuse or clamp.
 
         Raises:
             ValueError: names the field, the value and what is allowed.
@@ -55,7 +55,7 @@ class Budget:
                 number = int(text)
             elif percent := _PERCENT.fullmatch(text):
                 number = float(percent[1]) / 100
-        if isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= MAX_ROWS:
+        if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
             return cls(number)
         if isinstance(number, float) and math.isfinite(number) and 0 < (parts := round(number * _PARTS)) < _PARTS:
             return cls(0, parts)
@@ -64,5 +64,7 @@ class Budget:
 
 def shown(value: object) -> str:
     """A value as an error message shows it: its repr, cut where it grows long."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print integers of thousands of digits
+        return f"an integer of {value.bit_length()} bits"
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

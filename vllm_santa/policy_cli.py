@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vllm_santa.decision import CompiledRule
 from vllm_santa.methods import Method
-from vllm_santa.parameters import RequestParams, parse
+from vllm_santa.parameters import RequestParams, has_santa, parse
 from vllm_santa.policy import REASONS, Policy, PolicyError, RowContext, load_policy
 from vllm_santa.reference_page import policy_reference
 from vllm_santa.schema import Range, RequestLimits, Rule
@@ -99,6 +99,8 @@ def _parse_request(pairs: list[str], limits: RequestLimits) -> RequestParams:
         key, equals, value = pair.partition("=")
         if not equals:
             raise _fail(f"--request: {pair!r} is not a parameter; allowed: K=V, as santa_budget=2%")
+        if not has_santa({key: value}):
+            raise _fail(f"--request: {key!r} is not a santa_* parameter; allowed: santa_method, santa_budget, santa_seed")
         try:
             values[key] = yaml.safe_load(value)
         except yaml.YAMLError:

@@ -28,9 +28,12 @@ def _budget(value: object) -> Budget:
     if isinstance(value, Budget):
         return value
     try:
-        return Budget.parse(value)
+        budget = Budget.parse(value)
     except ValueError:
-        raise ValueError("not a budget") from None  # the field's own words say what is allowed
+        budget = None
+    if budget is None or budget.count > budgets.MAX_ROWS:
+        raise ValueError("not a budget")  # the field's own words say what is allowed
+    return budget
 
 
 def _fraction(value: object) -> Budget:
@@ -123,6 +126,13 @@ class RequestLimits(_Part):
     over_limit: Literal["refuse", "clamp"] = setting(
         "refuse", "refuse or clamp", "Whether a budget outside the limits is refused with HTTP 400, or moved to the nearest limit."
     )
+
+    @field_validator("methods")
+    @classmethod
+    def _some_method(cls, methods: tuple[Method, ...]) -> tuple[Method, ...]:
+        if not methods:
+            raise ValueError("empty")
+        return methods
 
     @property
     def clamps(self) -> bool:

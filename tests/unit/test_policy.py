@@ -1,0 +1,317 @@
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_santa.budget import MAX_ROWS, Budget
+from vllm_santa.decision import REASONS
+from vllm_santa.methods import METHOD_NAMES, Method
+from vllm_santa.parameters import RequestParams
+from vllm_santa.policy import Policy, PolicyError, RowContext, default_policy_path, load_policy, policy_of, policy_path, served_model
+from vllm_santa.policy_file import parse_policy
+from vllm_santa.reference_page import policy_reference
+
+ROOT = Path(__file__).parents[2]
+
+
+def policy(text: str) -> Policy:
+    return parse_policy(text, "p.yaml")
+
+
+# Budgets
+
+
+@pytest.mark.parametrize(
+    ("value", "context", "rows"),
+    [(512, 10**6, 512), ("128", 1000, 128), ("2%", 1000, 20), (0.02, 1001, 21), ("7%", 100, 7), ("0.1%", 10, 1), (".5 %", 1000, 5)]
+    + [("50%", 10**7, MAX_ROWS)],
+)
+def test_budget_rows(value, context, rows):
+    assert Budget.parse(value).rows(context) == rows
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, True, None, 0.0, 1.0, -0.5, 1.5, 512.0, math.nan, math.inf, -math.inf, 1e-12, [1], {"a": 1}, b"2%"]
+    + [
+        "",
+        "0",
+        "x",
+        "100%",
+        "0%",
+        "-2%",
+        "2%%",
+        "0.02",
+        "1e3",
+        "\u0663",
+        pytest.param("9" * 5000, id="long"),
+        pytest.param(-(10**5000), id="huge"),
+    ],
+)
+def test_bad_budgets_name_field_value_and_what_is_allowed(value):
+    with pytest.raises(ValueError, match=r"(?s)^santa_budget: .+ is not a budget; allowed: rows as an integer from 1") as caught:
+        Budget.parse(value, "santa_budget")
+    assert len(str(caught.value)) < 300
+
+
+@given(st.integers(1, 10**9 - 1), st.integers(1, 10**8))
+def test_fractions_round_up_exactly(parts, context):
+    exact = -(-parts * context // 10**9)
+    assert Budget(0, parts).rows(context) == min(exact, MAX_ROWS)
+    assert Budget.parse(Budget(0, parts).fraction) == Budget(0, parts)
+
+
+# Decisions
+
+RULES = """
+rules:
+  - context: {min: 100, max: 200}
+    generated: {min: 10}
+    method: ssa
+    budget: 10
+  - {context: {min: 1000}, model: "*llama*", method: sys, budget: 5%}
+  - {context: {min: 1000}, batch: {max: 4}, method: pps}
+  - {context: {min: 5000}, method: dense}
+default_method: prop
+default_budget: 64
+sink: 8
+local: 8
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "method", "budget", "reason"),
+    [
+        (RowContext(100, 10), "ssa", 10, "rule"),
+        (RowContext(200, 10), "ssa", 10, "rule"),
+        (RowContext(99, 10), "dense", 0, "no_rule"),
+        (RowContext(201, 10), "dense", 0, "no_rule"),
+        (RowContext(150, 9), "dense", 0, "no_rule"),
+        (RowContext(2000, model="meta/llama-3"), "sys", 100, "rule"),
+        (RowContext(2000, model="/models/my-llama/"), "sys", 100, "rule"),
+        (RowContext(2000, model="qwen"), "pps", 64, "rule"),
+        (RowContext(2000, batch=5, model="qwen"), "dense", 0, "no_rule"),
+        (RowContext(5000, batch=5, model="qwen"), "dense", 0, "rule_dense"),
+    ],
+)
+def test_first_matching_rule_decides(row, method, budget, reason):
+    assert policy(RULES).decide(row) == (Method[method], budget, reason)
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "method", "budget", "reason"),
+    [
+        (2000, RequestParams(), "pps", 64, "rule"),
+        (2000, RequestParams(seed=1), "pps", 64, "rule"),
+        (2000, RequestParams(method=Method.dense, budget=Budget(9)), "dense", 0, "request_dense"),
+        (2000, RequestParams(method=Method.topk), "topk", 64, "request"),
+        (2000, RequestParams(budget=Budget(9)), "pps", 9, "request"),
+        (2000, RequestParams(Method.flash, Budget.parse("1%")), "flash", 20, "request"),
+        (500, RequestParams(budget=Budget(9)), "prop", 9, "request"),
+        (500, RequestParams(method=Method.ssa), "ssa", 64, "request"),
+    ],
+)
+def test_request_overrides(context, asked, method, budget, reason):
+    assert policy(RULES).decide(RowContext(context), asked) == (Method[method], budget, reason)
+
+
+def test_budget_that_covers_the_context_is_dense():
+    rules = policy(RULES)
+    covered = (Method.dense, 0, "budget_covers_context")
+    assert rules.decide(RowContext(80), RequestParams(Method.ssa, Budget(64))) == covered  # 64 + 8 + 8
+    assert rules.decide(RowContext(81), RequestParams(Method.ssa, Budget(64))).method is Method.ssa
+    assert rules.decide(RowContext(64), RequestParams(Method.pps, Budget(64))) == covered
+    assert rules.decide(RowContext(65), RequestParams(Method.pps, Budget(64))).method is Method.pps  # pps has no windows
+    assert rules.decide(RowContext(10), RequestParams(Method.santa, Budget(64))).method is Method.santa  # draws never cover
+
+
+@given(st.builds(RowContext, st.integers(1, 10**6), st.integers(0, 100), st.integers(1, 8), st.sampled_from(["", "llama", "a/llama"])))
+def test_explanation_agrees_with_decision(row):
+    rules = policy(RULES)
+    met = [index for index, rule in enumerate(rules.decider.rules) if rule.mismatch(row) is None]
+    decision = rules.decide(row)
+    assert decision.reason in REASONS
+    if not met:
+        assert decision.reason == "no_rule"
+    elif decision.reason == "rule":
+        assert decision.method is rules.rules[met[0]].method
+
+
+# Layers and buffers
+
+
+@pytest.mark.parametrize(
+    ("layers", "found"), [("[]", set()), ("[0, -1]", {0, 11}), ("[0-1, 4]", {0, 1, 4}), ("['-2--1']", {10, 11}), ("['3--9']", {3})]
+)
+def test_dense_layers(layers, found):
+    assert policy(f"dense_layers: {layers}").dense_layer_set(12) == found
+
+
+@pytest.mark.parametrize("layers", ["[12]", "[-13]", "['5-2']", "['0-12']"])
+def test_dense_layers_that_do_not_fit_the_model(layers):
+    with pytest.raises(ValueError, match=r"dense_layers: .* does not fit a model of 12 layers; allowed: layers -12 to 11"):
+        policy(f"dense_layers: {layers}").dense_layer_set(12)
+
+
+def test_max_budget_bounds_every_decision():
+    limits = "requests: {allow: false}\nrules: [{method: ssa, budget: 5%}]"
+    assert policy(limits).max_budget(100_000) == 5000
+    assert policy(limits).max_budget(1000) == 512  # the default budget
+    assert policy("rules: []").max_budget(1000) == 16384  # what requests may ask for
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rules:\n- method: pps\n  budget: 0", "p.yaml:3: rules[0].budget: 0: not a budget; allowed: rows as an integer from 1 to 262144"),
+        ("default_budget: 262145", "p.yaml:1: default_budget: 262145: not a budget; allowed: rows as an integer from 1 to 262144"),
+        ("rules:\n- method: ppss", "p.yaml:2: rules[0].method: 'ppss': not a method; allowed: one of dense, santa"),
+        ("rules:\n- budget: 3", "p.yaml:2: rules[0].method: is missing; allowed: one of dense"),
+        ("rules:\n- {method: dense, budget: 3}", "p.yaml:2: rules[0]: {'method': 'dense', 'budget': 3}: a dense rule has no budget"),
+        ("rules:\n- method: ssa\n  context: {min: 5, max: 4}", "p.yaml:3: rules[0].context: {'min': 5, 'max': 4}: min 5 is above max 4"),
+        ("sink: 1\n\nheavy_fracton: 0.5", "p.yaml:3: heavy_fracton: unknown field (value 0.5); allowed: rules, default_method"),
+        ("heavy_fracton: 0.5", "did you mean heavy_fraction?"),
+        ("requests:\n  over_limits: clamp", "p.yaml:2: requests.over_limits: unknown field (value 'clamp'); allowed: allow, methods"),
+        ("requests:\n  methods: [pps, ppp]", "p.yaml:2: requests.methods[1]: 'ppp': not a method; allowed: a list of methods"),
+        ("requests:\n  methods: []", "p.yaml:2: requests.methods: []: empty; allowed: a list of methods"),
+        ("requests: {fraction: {max: 3}}", "p.yaml:1: requests.fraction.max: 3: a number of rows, where a fraction is wanted"),
+        ("sink: true", "p.yaml:1: sink: True: input should be a valid integer; allowed: an integer from 0 to 65536"),
+        ("subspaces: 12", "p.yaml:1: subspaces: 12: input should be 8, 16 or 32"),
+        ("dense_layers: [0, first]", "p.yaml:1: dense_layers[1]: 'first': neither a layer number nor a range; allowed: a list of layer"),
+        ("default_method: dense", "p.yaml:1: default_method: 'dense': dense has no budget; allowed: one of santa"),
+        ("heavy_fraction: .nan", "p.yaml:1: heavy_fraction: nan: input should be"),
+        ("sink: 1\nsink: 2", "p.yaml:2: sink: is given twice"),
+        ("a: b: c", "p.yaml:1: is not YAML: mapping values are not allowed here"),
+        ("[1]", "p.yaml:1: the file is [1]; allowed: a mapping of rules"),
+    ],
+)
+def test_mistakes_name_file_line_field_value_and_what_is_allowed(text, message):
+    with pytest.raises(PolicyError) as caught:
+        policy(text)
+    assert message in str(caught.value)
+
+
+def test_every_mistake_has_its_line():
+    with pytest.raises(PolicyError) as caught:
+        policy("sink: -1\nlocal: x\n")
+    assert [line.split(":")[1] for line in str(caught.value).splitlines()] == ["1", "2"]
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*METHOD_NAMES, "2%", "0-1"])
+KEYS = st.sampled_from([*Policy.model_fields, "context", "min", "max", "method", "budget", "allow", "methods"]) | st.text(max_size=5)
+VALUES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3), max_leaves=8)
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_any_mapping_is_a_policy_or_a_policy_error(data):
+    text = yaml.safe_dump(data)
+    try:
+        parsed = policy(text)
+    except PolicyError as error:
+        assert str(error).startswith("p.yaml:")
+    else:
+        assert parsed.decide(RowContext(1000)).reason in REASONS
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_policy_or_a_policy_error(text):
+    try:
+        policy(text)
+    except PolicyError as error:
+        assert str(error).startswith("p.yaml:")
+
+
+# Files
+
+
+def test_default_policy_is_the_shipped_file():
+    assert default_policy_path() == ROOT / "configs" / "default.yaml"
+    assert load_policy() == load_policy(str(ROOT / "configs" / "default.yaml"))
+    assert load_policy().decide(RowContext(200_000)) == (Method.pps, 512, "rule")
+    assert load_policy().decide(RowContext(1000)).method is Method.dense
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_policies_are_used_and_without_warnings(path):
+    shipped = load_policy(str(path))
+    assert shipped.rules
+    assert shipped.warnings() == []
+    assert shipped.decide(RowContext(200_000)).reason == "rule"
+
+
+def test_warnings():
+    assert "heavy_fraction: 0 leaves" in policy("heavy_fraction: 0").warnings()[0]
+    assert "heavy_fraction: 1 leaves" in policy("heavy_fraction: 1.0").warnings()[0]
+    shadowed = policy("rules: [{method: ssa}, {method: pps}]")
+    assert shadowed.warnings() == ["rules[0] has no conditions, so the rules after it are never tried"]
+
+
+def test_unreadable_files(tmp_path):
+    with pytest.raises(PolicyError, match="cannot be read: No such file"):
+        load_policy(str(tmp_path / "none.yaml"))
+    with pytest.raises(PolicyError, match="cannot be read: Is a directory"):
+        load_policy(str(tmp_path))
+    (tmp_path / "latin.yaml").write_bytes(b"# \xe9")
+    with pytest.raises(PolicyError, match="is not UTF-8"):
+        load_policy(str(tmp_path / "latin.yaml"))
+
+
+def test_codebooks_are_beside_the_policy(tmp_path):
+    file = tmp_path / "p.yaml"
+    file.write_text("codebooks: c.safetensors")
+    with pytest.raises(PolicyError, match=r"p.yaml: codebooks: no such file: .*c.safetensors"):
+        load_policy(str(file))
+    (tmp_path / "c.safetensors").touch()
+    assert load_policy(str(file)).codebooks == str(tmp_path / "c.safetensors")
+
+
+def config(additional, **model):
+    return SimpleNamespace(additional_config=additional, model_config=SimpleNamespace(**model))
+
+
+def test_policy_path(monkeypatch, tmp_path):
+    monkeypatch.delenv("SANTA_POLICY", raising=False)
+    path = str(tmp_path / "a.yaml")
+    assert policy_path(config({})) is None
+    assert policy_path(config({"other": 1})) is None
+    assert policy_path(config({"santa": {"policy": path}})) == path
+    monkeypatch.setenv("SANTA_POLICY", path)
+    assert policy_path(config({})) == path
+    assert policy_path(config({"santa": {"policy": path}})) == path
+    with pytest.raises(PolicyError, match="two policies: SANTA_POLICY=.*a.yaml and .*b.yaml"):
+        policy_path(config({"santa": {"policy": "b.yaml"}}))
+    (tmp_path / "a.yaml").write_text("sink: 3")
+    assert policy_of(config({})).sink == 3
+
+
+@pytest.mark.parametrize(
+    ("santa", "message"),
+    [
+        ({"polcy": "x"}, "santa.polcy is unknown .*allowed: policy; did you mean policy"),
+        ("x", "santa is 'x'; allowed"),
+        ({"policy": 3}, "santa.policy is 3; allowed: the path"),
+        ({"policy": ""}, "santa.policy is ''; allowed: the path"),
+    ],
+)
+def test_additional_config_mistakes(monkeypatch, santa, message):
+    monkeypatch.delenv("SANTA_POLICY", raising=False)
+    with pytest.raises(PolicyError, match=message):
+        policy_path(config({"santa": santa}))
+
+
+def test_served_model():
+    assert served_model(config({}, served_model_name="a", model="/m")) == "a"
+    assert served_model(config({}, served_model_name=["a", "b"], model="/m")) == "a"
+    assert served_model(config({}, served_model_name=None, model="/m")) == "/m"
+
+
+def test_reference_is_current():
+    page = (ROOT / "docs" / "policy.md").read_text(encoding="utf-8")
+    assert page == policy_reference(), "run: vllm-santa policy reference > docs/policy.md"
