@@ -50,26 +50,21 @@ def main(
 ) -> None:
     """Measure every estimator's output error on one model and text."""
     started, console = time.time(), Console(stderr=True)
-    folder = prepare(model)
-    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    network = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(prepare(model))
     layers = range(0, network.config.num_hidden_layers, layer_step)
-
-    def captured(name: str, tokens: int) -> dict[int, Captured]:
+    captures = []
+    for name, tokens in ((codebook_text, training), (text, context)):
         console.print(f"{model}: prefill of {tokens} tokens of {name}")
         ids = tokenizer(TEXTS[name](data)[: 8 * tokens], return_tensors="pt", verbose=False).input_ids[:, :tokens]
         if ids.shape[1] < tokens:
             raise typer.BadParameter(f"{name} has {ids.shape[1]} tokens of the {tokens} asked for")
-        return capture_qkv(network, ids, layers)
-
-    other = captured(codebook_text, training)
+        captures.append(capture_qkv(network, ids, layers))
+    other, records = captures
     codebooks = {
         layer: train_codebook(record.keys, record.grouped_queries(), subspaces)
         for layer, record in track(other.items(), "codebooks", console=console)
     }
-    del other
-    records = captured(text, context)
-    del network
     found: dict[tuple[str, float], list[Measured]] = defaultdict(list)
     for layer, record in track(records.items(), "layers", console=console):
         for problem in problems(record, codebooks[layer], layer, positions):

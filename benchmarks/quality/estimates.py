@@ -86,7 +86,7 @@ def _value_samplers(problem: Problem, scores: Tensor, dense: Tensor, repeats: in
         for budget in DRAWS:
             numbers = problem.random(repeats, Stream.values, heads * group, draws_needed(method, budget, n)).unflatten(1, (heads, group))
             weights = value_weights(method, scores.expand(repeats, -1, -1, -1), torch.full(numbers.shape[:-1], budget), numbers)
-            rows = (weights > 0).any(-2).sum(-1).double().mean().item()
+            rows = (weights.amax(-2) > 0).sum(-1).double().mean().item()
             yield Measured(method.name, budget, rows, _errors(weights, problem.value, dense))
 
 
@@ -152,5 +152,5 @@ def _bernoulli(problem: Problem, dense: Tensor, repeats: int) -> Iterator[Measur
             name = "Bernoulli, mean group query" if mean_group else "Bernoulli, per head"
             yield Measured(name, samples, problem.context, _errors(torch.softmax(scores, -1), problem.value, dense), share)
             weights = value_weights(Method.sys, scores, torch.full(scores.shape[:-1], 128), offset)
-            rows = (weights > 0).any(-2).sum(-1).double().mean().item()
+            rows = (weights.amax(-2) > 0).sum(-1).double().mean().item()
             yield Measured(f"{name} + sys 128", samples, rows, _errors(weights, problem.value, dense), share)

@@ -83,7 +83,7 @@ def decode_row(
     else:
         numbers = random.per_query_head(draws_needed(method, budget, context))
         weights = value_weights(method, scores, random.budget(budget).unsqueeze(-1).expand(scores.shape[:-1]), numbers)
-        taken = (weights > 0).any(-2)
+        taken = weights.amax(-2) > 0
     rows, valid = taken_rows(taken)
     weights = weights.gather(-1, rows.unsqueeze(1).expand(-1, weights.shape[1], -1)) * valid.unsqueeze(1)
     output = (weights.float() @ _rows_of(value, rows, valid)).masked_fill(broken, torch.nan)

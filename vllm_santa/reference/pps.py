@@ -14,7 +14,7 @@ def pps(scores: Tensor, budget: Tensor, offset: Tensor, bin_bits: int = 0) -> tu
     scores: float32 [..., G, n], −inf = masked. budget: int64 [...], rows per KV head. offset: int64 [...] in [0, ONE).
     Returns the selection over [..., n] and weights float64 [..., G, n], 0 where not taken.
     """
-    included = (scores > -torch.inf).any(-2)
+    included = scores.amax(-2) > -torch.inf
     selection = adaptive(log_codes(group_mixture(scores, included), included), budget, offset, bin_bits)
     probability = selection.probability.unsqueeze(-2)
     weights = softmax_or_zero(scores).double() / probability
