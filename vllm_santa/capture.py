@@ -5,7 +5,7 @@ that records and then runs SDPA works for every model that uses the registry (Ll
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
@@ -57,12 +57,13 @@ def capture_qkv(model: PreTrainedModel, input_ids: torch.Tensor, layers: Collect
 
 
 def _record_and_attend(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: object, scaling: float, **kwargs: object
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     layer = int(module.layer_idx)
     if _wanted is None or layer in _wanted:
-        _records[layer] = Captured(query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), float(scaling))
-    return sdpa_attention_forward(module, query, key, value, *args, scaling=scaling, **kwargs)
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        _records[layer] = Captured(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)), scale)
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(_NAME, _record_and_attend)

@@ -2,7 +2,7 @@
 
 import typer
 
-from vllm_santa import policy_cli
+from vllm_santa import calibrate_cli, policy_cli
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Companion of the vLLM attention backend SANTA.")
 
@@ -13,6 +13,7 @@ def _commands() -> None:
 
 
 app.add_typer(policy_cli.app, name="policy")
+app.command()(calibrate_cli.calibrate)
 
 if __name__ == "__main__":
     app()

@@ -136,7 +136,11 @@ class Codebooks:
 
 
 def save_codebooks(codebooks: Codebooks, path: Path | str) -> None:
-    """Write one safetensors file: tensors `layers.<index>.<field>`, metadata = info and fingerprint."""
+    """Write one safetensors file: tensors `layers.<index>.<field>`, metadata = info and fingerprint.
+
+    Layers without attention are left out. Raises CodebookError if `info` and the layers do not agree.
+    """
+    _check_contents(path, codebooks.info, codebooks.layers)
     tensors = _flatten(codebooks.layers)
     metadata = {name: str(value) for name, value in codebooks.info.model_dump().items()}
     save_file(tensors, path, metadata | {"fingerprint": _digest(tensors)})
@@ -172,12 +176,12 @@ def load_codebooks(path: Path | str, expected: ModelShape | None = None) -> Code
 
 
 def _check_contents(path: Path | str, info: CodebookInfo, layers: Mapping[int, Codebook]) -> None:
-    held = [("num_layers", info.num_layers, len(layers))]
-    for layer in layers.values():
-        held += [(field, getattr(info, field), getattr(layer, field)) for field in ("num_kv_heads", "head_dim", "subspaces")]
-    for field, was, holds in held:
-        if was != holds:
-            raise CodebookError(f"{path}: {field} is {was}, but the tensors hold {holds}")
+    if not layers or max(layers) >= info.num_layers:
+        raise CodebookError(f"{path}: num_layers is {info.num_layers}, but the tensors are of layers {sorted(layers)}")
+    for index, layer in layers.items():
+        for field in ("num_kv_heads", "head_dim", "subspaces"):
+            if getattr(info, field) != getattr(layer, field):
+                raise CodebookError(f"{path}: {field} is {getattr(info, field)}, but layer {index} has {getattr(layer, field)}")
 
 
 def _flatten(layers: Mapping[int, Codebook]) -> dict[str, torch.Tensor]:

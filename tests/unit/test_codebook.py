@@ -89,14 +89,19 @@ def rewrite(path: Path, change: dict[str, str | None]) -> None:
         ({"colour": "red"}, "metadata field colour is 'red': Extra inputs"),
         ({"fingerprint": None}, "fingerprint is None, but the tensors give"),
         ({"fingerprint": "00"}, "fingerprint is 00, but the tensors give"),
-        ({"num_layers": "3"}, "num_layers is 3, but the tensors hold 2"),
-        ({"subspaces": "8"}, "subspaces is 8, but the tensors hold 16"),
+        ({"num_layers": "1"}, r"num_layers is 1, but the tensors are of layers \[0, 1\]"),
+        ({"subspaces": "8"}, "subspaces is 8, but layer 0 has 16"),
     ],
 )
 def test_damaged_metadata_is_refused(path: Path, change: dict[str, str | None], message: str) -> None:
     rewrite(path, change)
     with pytest.raises(CodebookError, match=message):
         load_codebooks(path)
+
+
+def test_disagreement_is_refused_on_writing_too(codebooks: Codebooks, tmp_path: Path) -> None:
+    with pytest.raises(CodebookError, match="num_kv_heads is 4, but layer 0 has 2"):
+        save_codebooks(codebooks.slice_heads(0, 2), tmp_path / "half.safetensors")
 
 
 def test_unreadable_files_are_refused(path: Path, tmp_path: Path) -> None:
