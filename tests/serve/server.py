@@ -1,0 +1,182 @@
+"""A real `vllm serve` in a process group of its own, driven over HTTP."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+
+HERE = Path(__file__).parent
+START_SECONDS = 400
+MODEL = "tiny"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A text completion at temperature 0. santa: its parameters without their prefix."""
+
+    prompt: Sequence[int]
+    tokens: int
+    santa: dict[str, Any] = field(default_factory=dict)
+
+    def body(self) -> dict[str, Any]:
+        extra = {"ignore_eos": True, "return_token_ids": True, "vllm_xargs": {f"santa_{name}": value for name, value in self.santa.items()}}
+        return {
+            "model": MODEL, "prompt": list(self.prompt), "max_tokens": self.tokens, "temperature": 0, "logprobs": 0, "extra_body": extra,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back: token ids and the log-probability of each."""
+
+    tokens: list[int]
+    logprobs: list[float]
+
+    def distance(self, other: "Answer") -> float:
+        """Largest difference of log-probabilities; infinite if the tokens differ."""
+        if self.tokens != other.tokens:
+            return float("inf")
+        return max(abs(a - b) for a, b in zip(self.logprobs, other.logprobs, strict=True))
+
+
+class Metrics:
+    """One reading of /metrics."""
+
+    def __init__(self, text: str):
+        self._samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+    def total(self, name: str, **labels: str) -> float:
+        """Sum of the samples of that name which carry these labels; 0 where there are none."""
+        return sum(s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items())
+
+    def names(self) -> set[str]:
+        return {sample.name for sample in self._samples}
+
+
+class Server:
+    """`with Server(model, log, "--option", "value", VARIABLE="x") as server:` waits until it serves, and ends every process of it."""
+
+    def __init__(self, model: Path, log: Path, *options: str, **environment: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = log
+        self._command = [
+            str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", MODEL, "--port", str(self.port),
+            "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--generation-config", "vllm", *options,
+        ]  # fmt: skip
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("SANTA_")} | {
+            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1", "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+        } | environment  # fmt: skip
+
+    def run_to_failure(self, seconds: float = START_SECONDS) -> str:
+        """Start a server that must not come up; returns what it said.
+
+        Raises:
+            AssertionError: it serves, or has not given up after that many seconds.
+        """
+        try:
+            self._wait(seconds)
+        except _Ended:
+            return self.log.read_text()
+        finally:
+            self._stop()
+        raise AssertionError(f"the server came up:\n{self.log_tail()}")
+
+    def __enter__(self) -> "Server":
+        try:
+            self._wait(START_SECONDS)
+        except BaseException:
+            self._stop()
+            raise
+        self.client = OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=300)
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.client.close()
+        self._stop()
+
+    def _wait(self, seconds: float) -> None:
+        with self.log.open("w") as log:
+            self._process = subprocess.Popen(
+                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
+            )
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise _Ended(f"the server ended with status {self._process.returncode}:\n{self.log_tail()}")
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.5)
+        raise AssertionError(f"the server did not serve within {seconds} s:\n{self.log_tail()}")
+
+    def _stop(self) -> None:
+        for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+        with contextlib.suppress(ProcessLookupError):  # workers that outlive their parent
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def log_tail(self, lines: int = 60) -> str:
+        return "\n".join(self.log.read_text().splitlines()[-lines:])
+
+    def healthy(self) -> bool:
+        return httpx.get(f"{self.url}/health", timeout=30).status_code == 200
+
+    def metrics(self) -> Metrics:
+        return Metrics(httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text)
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator["Delta"]:
+        """What the counters gain inside the block, known after it."""
+        delta = Delta(self.metrics())
+        yield delta
+        delta.after = self.metrics()
+
+    def ask(self, ask: Ask) -> Answer:
+        choice = self.client.completions.create(**ask.body()).choices[0]
+        return Answer(choice.token_ids, choice.logprobs.token_logprobs)
+
+    def ask_together(self, asks: Sequence[Ask]) -> list[Answer]:
+        """All at the same time, answers in the order of the asks."""
+        with ThreadPoolExecutor(len(asks)) as pool:
+            return list(pool.map(self.ask, asks))
+
+    def rpc(self, method: str) -> list[Any]:
+        """Call a method of the workers' extension (see cache_probe.py); one result a worker."""
+        answer = httpx.post(f"{self.url}/collective_rpc", json={"method": method}, timeout=300).raise_for_status()
+        return answer.json()["results"]
+
+    def reset_prefix_cache(self) -> None:
+        httpx.post(f"{self.url}/reset_prefix_cache", timeout=30).raise_for_status()
+
+
+class Delta:
+    """The difference between two readings of /metrics."""
+
+    def __init__(self, before: Metrics):
+        self.before = self.after = before
+
+    def total(self, name: str, **labels: str) -> float:
+        return self.after.total(name, **labels) - self.before.total(name, **labels)
+
+
+class _Ended(Exception):
+    pass
