@@ -44,6 +44,7 @@ _RULE_DENSE, _NO_RULE, _REQUEST_DENSE, _COVERED = (
     Decision(Method.dense, 0, reason) for reason in ("rule_dense", "no_rule", "request_dense", "budget_covers_context")
 )
 _NO_REQUEST = RequestParams()
+_DENSE = Method.dense  # a member's look-up in its class is slow beside the rest of a decision
 
 
 class Condition(NamedTuple):
@@ -78,14 +79,15 @@ def _model_matches(pattern: str, model: str) -> bool:
 class Decider:
     """The policy's rules and defaults, ready for use."""
 
-    __slots__ = ("rules", "default_method", "default_budget", "windows")
+    __slots__ = ("rules", "default_method", "default_budget", "_beside")
 
     def __init__(self, rules: Iterable[CompiledRule], default_method: Method, default_budget: Budget, windows: int) -> None:
         """`windows`: tokens of sink and local windows together, which methods that score codes read beside the budget."""
         self.rules = tuple(rules)
         self.default_method = default_method
         self.default_budget = default_budget
-        self.windows = windows
+        # By method: rows read beside the budget; None where a budget counts draws, which never cover a row.
+        self._beside = tuple(None if method.samples_values else windows if method.needs_codes else 0 for method in Method)
 
     def match(self, row: RowContext) -> CompiledRule | None:
         """The first rule that the row meets."""
@@ -96,17 +98,18 @@ class Decider:
 
     def __call__(self, row: RowContext, request: RequestParams | None = None) -> Decision:
         asked = request or _NO_REQUEST
-        if asked.method is Method.dense:
+        if asked.method is _DENSE:
             return _REQUEST_DENSE
         rule = self.match(row)
         reason = "rule" if asked.method is None and asked.budget is None else "request"
         method, budget = self.default_method, self.default_budget
-        if rule is not None and rule.method is not Method.dense:
+        if rule is not None and rule.method is not _DENSE:
             method, budget = rule.method, rule.budget
         elif reason == "rule":
             return _NO_RULE if rule is None else _RULE_DENSE
         method, budget = asked.method or method, asked.budget or budget
         rows = budget.rows(row.context)
-        if not method.samples_values and rows + (self.windows if method.needs_codes else 0) >= row.context:
+        beside = self._beside[method]
+        if beside is not None and rows + beside >= row.context:
             return _COVERED
         return Decision(method, rows, reason)
