@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from vllm_santa.front import front_policy, runs_santa
-from vllm_santa.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
 from vllm_santa.policy import Policy, policy_of
+from vllm_santa.policy.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as _Base

@@ -1,6 +1,6 @@
 """What one worker process knows about its engine: the policy, the codebooks, the requests, the counters."""
 
-import secrets
+import random
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,8 +10,8 @@ from vllm_santa import ops
 from vllm_santa.codebook_store import CodebookStore
 from vllm_santa.methods import Method
 from vllm_santa.metrics import Counters
-from vllm_santa.parameters import RequestParams, unsigned
 from vllm_santa.policy import policy_of, policy_path, served_model
+from vllm_santa.policy.parameters import RequestParams, unsigned
 from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.request import RowRequest, processor_for
 
@@ -75,7 +75,9 @@ class Runtime:
     @cached_property
     def _anonymous(self) -> RowRequest:
         seed = self.policy.base_seed
-        return RowRequest(RequestParams(), secrets.randbits(64) if seed is None else unsigned(seed), None)
+        if seed is None:  # the same on every rank of an engine
+            seed = random.Random(self.vllm_config.instance_id).getrandbits(64)
+        return RowRequest(RequestParams(), unsigned(seed), None)
 
 
 _runtimes: dict[str, Runtime] = {}

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from vllm_santa.cli import app
-from vllm_santa.reference_page import policy_reference
+from vllm_santa.policy.reference_page import policy_reference
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -7,13 +7,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_santa.budget import MAX_ROWS, Budget
-from vllm_santa.decision import REASONS
 from vllm_santa.methods import METHOD_NAMES, Method
-from vllm_santa.parameters import RequestParams
 from vllm_santa.policy import Policy, PolicyError, RowContext, default_policy_path, load_policy, policy_of, policy_path, served_model
-from vllm_santa.policy_file import parse_policy
-from vllm_santa.reference_page import policy_reference
+from vllm_santa.policy.budget import MAX_ROWS, Budget
+from vllm_santa.policy.decision import REASONS
+from vllm_santa.policy.file import parse_policy
+from vllm_santa.policy.parameters import RequestParams
+from vllm_santa.policy.reference_page import policy_reference
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_santa import front
-from vllm_santa.budget import Budget
 from vllm_santa.methods import METHOD_NAMES, Method
-from vllm_santa.parameters import RequestParams, parse, parse_lenient
 from vllm_santa.policy import PolicyError, load_policy
-from vllm_santa.policy_file import parse_policy
+from vllm_santa.policy.budget import Budget
+from vllm_santa.policy.file import parse_policy
+from vllm_santa.policy.parameters import RequestParams, parse, parse_lenient
 from vllm_santa.request import SantaParams, processor_for
 
 LIMITS = load_policy().requests

@@ -8,8 +8,8 @@ import yaml  # type: ignore[import-untyped]
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from vllm_santa.budget import shown
-from vllm_santa.schema import Policy
+from vllm_santa.policy.budget import shown
+from vllm_santa.policy.schema import Policy
 
 Location = tuple[int | str, ...]
 

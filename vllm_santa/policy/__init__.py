@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vllm_santa.budget import Budget, shown
-from vllm_santa.decision import REASONS, Decision, RowContext
-from vllm_santa.policy_file import PolicyError, read_policy
-from vllm_santa.schema import Policy, RequestLimits
+from vllm_santa.policy.budget import Budget, shown
+from vllm_santa.policy.decision import REASONS, Decision, RowContext
+from vllm_santa.policy.file import PolicyError, read_policy
+from vllm_santa.policy.schema import Policy, RequestLimits
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,7 +37,7 @@ _ADDITIONAL_KEYS = ("policy",)
 
 def default_policy_path() -> Path:
     """configs/default.yaml: of the source tree, or of the installed package, which carries it as data."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     candidates = (package / "configs" / "default.yaml", package.parent / "configs" / "default.yaml")
     for path in candidates:
         if path.is_file():

@@ -8,12 +8,12 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
-from vllm_santa.decision import CompiledRule
 from vllm_santa.methods import Method
-from vllm_santa.parameters import RequestParams, has_santa, parse
 from vllm_santa.policy import REASONS, Policy, PolicyError, RowContext, load_policy
-from vllm_santa.reference_page import policy_reference
-from vllm_santa.schema import Range, RequestLimits, Rule
+from vllm_santa.policy.decision import CompiledRule
+from vllm_santa.policy.parameters import RequestParams, has_santa, parse
+from vllm_santa.policy.reference_page import policy_reference
+from vllm_santa.policy.schema import Range, RequestLimits, Rule
 
 app = typer.Typer(no_args_is_help=True, help="Check and explain policy files.")
 

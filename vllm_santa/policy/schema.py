@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from vllm_santa import budget as budgets
-from vllm_santa.budget import Budget, shown
-from vllm_santa.decision import CompiledRule, Condition, Decider, Decision, RowContext
 from vllm_santa.methods import METHOD_NAMES, Method
-from vllm_santa.parameters import RequestParams
+from vllm_santa.policy import budget as budgets
+from vllm_santa.policy.budget import Budget, shown
+from vllm_santa.policy.decision import CompiledRule, Condition, Decider, Decision, RowContext
+from vllm_santa.policy.parameters import RequestParams
 
 _LAYERS = re.compile(r"(-?[0-9]{1,5})-(-?[0-9]{1,5})")
 _METHOD_TEXT = "one of " + ", ".join(METHOD_NAMES)

@@ -8,9 +8,9 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
 
-from vllm_santa.budget import Budget
 from vllm_santa.methods import Method
-from vllm_santa.parameters import RequestParams
+from vllm_santa.policy.budget import Budget
+from vllm_santa.policy.parameters import RequestParams
 
 
 class RowContext(NamedTuple):

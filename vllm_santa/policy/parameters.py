@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from vllm_santa.budget import Budget, shown
 from vllm_santa.methods import METHOD_NAMES, Method
+from vllm_santa.policy.budget import Budget, shown
 
 if TYPE_CHECKING:
-    from vllm_santa.schema import RequestLimits
+    from vllm_santa.policy.schema import RequestLimits
 
 PREFIX = "santa_"
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
