@@ -37,12 +37,20 @@ def solve_level(codes: Tensor, budget: Tensor, bin_bits: int = 0) -> Tensor:
     if bin_bits:
         middle = (codes >> bin_bits << bin_bits) + (1 << (bin_bits - 1))
         codes = torch.where(codes == EXCLUDED, EXCLUDED, middle)
-    # The real-valued λ is within a unit or two of the integer one (FINE is rounded to 2^-17): search the last bits around it.
-    low = _real_level(codes, budget) - 32
-    for bit in range(6, -1, -1):
-        level = low + (1 << bit)
-        low = torch.where(power_fine(codes, level).sum(-1) <= budget * ONE, level, low)
+    # Truncated to integers the π sum to less, so the level sought is rarely below the real-valued one, and mostly just above it.
+    low, reach = _real_level(codes, budget) - 32, 64
+    while (fits := _fits(codes, low + reach, budget)).any():
+        low, reach = torch.where(fits, low + reach, low), 2 * reach
+    while reach > 1:
+        reach //= 2
+        low = torch.where(_fits(codes, low + reach, budget), low + reach, low)
     return torch.where((codes != EXCLUDED).sum(-1) <= budget, MAX_LEVEL, low)
+
+
+def _fits(codes: Tensor, level: Tensor, budget: Tensor) -> Tensor:
+    """Σ π <= k, exactly: the sum of the upper parts cannot overflow, and where it fits, neither can the whole sum."""
+    rates = power_fine(codes, level)
+    return ((rates >> 20).sum(-1) <= budget << ONE_BITS - 20) & (rates.sum(-1) <= budget * ONE) & (level < MAX_LEVEL)
 
 
 def _real_level(codes: Tensor, budget: Tensor) -> Tensor:
@@ -54,7 +62,8 @@ def _real_level(codes: Tensor, budget: Tensor) -> Tensor:
     heavy = torch.arange(codes.shape[-1], device=codes.device)
     rate = (budget.unsqueeze(-1) - heavy).double() / rest
     first = (rate * weights < 1).int().argmax(-1, keepdim=True)
-    level = torch.log2(rate.gather(-1, first)) * 65536 - top * (65536 // LOG_STEPS)
+    saturated = torch.where(first > 0, 1 / weights.gather(-1, (first - 1).clamp(min=0)), 0.0)  # where nothing is left for the others
+    level = torch.log2(torch.maximum(rate.gather(-1, first), saturated)) * 65536 - top * (65536 // LOG_STEPS)
     return torch.floor(level.nan_to_num(0, 0, 0)).clamp(-MAX_LEVEL, MAX_LEVEL).squeeze(-1).to(torch.int64)
 
 
