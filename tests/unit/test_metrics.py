@@ -1,0 +1,131 @@
+"""Counters: from a worker's step to the samples that Prometheus scrapes, through a file."""
+
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import REGISTRY
+
+from vllm_santa import metrics
+from vllm_santa.methods import Method
+from vllm_santa.policy import Decision
+from vllm_santa.rows import DecodingToken
+
+vllm_distributed = pytest.importorskip("vllm.distributed")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch):
+    """Counters of a worker: worker(tensor-parallel rank, pipeline rank, data-parallel rank)."""
+
+    def create(tensor: int = 0, pipeline: int = 0, data: int = 0, instance: str = "abc") -> metrics.Counters:
+        monkeypatch.setattr(vllm_distributed, "get_tensor_model_parallel_rank", lambda: tensor)
+        monkeypatch.setattr(vllm_distributed, "get_pp_group", lambda: SimpleNamespace(rank_in_group=pipeline))
+        return metrics.Counters.create(SimpleNamespace(instance_id=instance, parallel_config=SimpleNamespace(data_parallel_rank=data)))
+
+    return create
+
+
+def scrape(instance: str = "abc") -> dict[tuple[str, ...], float]:
+    """Samples that are not zero: (name, label values in the order of their names) -> value."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in metrics._WorkerFiles(instance).collect()
+        for sample in family.samples
+        if sample.value
+    }
+
+
+STEP = [
+    DecodingToken(0, 1000, Decision(Method.pps, 64, "request")),
+    DecodingToken(1, 500, Decision(Method.dense, 0, "no_rule")),
+    DecodingToken(2, 700, Decision(Method.dense, 0, "no_codebook")),
+]
+
+
+def test_round_trip(worker) -> None:
+    counters = worker()
+    counters.count_decoding(STEP)
+    counters.count_decoding(STEP[:1])
+    for _layer in range(2):
+        counters.count_read(Method.pps, 1000 / 2, 63.5 / 2)
+    counters.set_ignored(3)
+    counters.set_codebooks_ready(True)
+    assert scrape() == {
+        ("santa_rows_total", "0", "pps", "request"): 2,
+        ("santa_rows_total", "0", "dense", "no_rule"): 1,
+        ("santa_rows_total", "0", "dense", "no_codebook"): 1,
+        ("santa_context_tokens_total", "0", "pps"): 2000,
+        ("santa_context_tokens_total", "0", "dense"): 1200,
+        ("santa_key_rows_read_total", "0", "pps"): 1000,
+        ("santa_value_rows_read_total", "0", "pps"): 63.5,
+        ("santa_key_rows_read_total", "0", "dense"): 1200,
+        ("santa_value_rows_read_total", "0", "dense"): 1200,
+        ("santa_ignored_parameters_total", "0"): 3,
+        ("santa_codebooks_ready", "0"): 1,
+    }
+
+
+def test_every_decision_has_a_counter(worker) -> None:
+    counters = worker()
+    for reason in metrics.ROW_REASONS:
+        counters.count_decoding([DecodingToken(0, 10, Decision(method, 1, reason)) for method in Method])
+    assert sum(value for (name, *_), value in scrape().items() if name == "santa_rows_total") == len(Method) * len(metrics.ROW_REASONS)
+
+
+def test_pipeline_stages_add_up_and_engines_stay_apart(worker) -> None:
+    for pipeline, data, rows in ((0, 0, 10.0), (1, 0, 20.0), (0, 1, 5.0)):
+        counters = worker(pipeline=pipeline, data=data)
+        counters.count_read(Method.ssa, rows, rows)
+        counters.set_codebooks_ready(pipeline == 0)
+    found = scrape()
+    assert found["santa_value_rows_read_total", "0", "ssa"] == 30
+    assert found["santa_value_rows_read_total", "1", "ssa"] == 5
+    assert ("santa_codebooks_ready", "0") not in found, "one stage of engine 0 has none yet"
+    assert found["santa_codebooks_ready", "1"] == 1
+
+
+def test_other_tensor_parallel_ranks_are_not_counted_again(worker, folder: Path) -> None:
+    worker(tensor=1).count_decoding(STEP)
+    assert scrape() == {}
+    assert not list(folder.rglob("abc-*"))
+
+
+def test_a_file_of_another_kind_is_left_out(worker, folder: Path) -> None:
+    worker().count_decoding(STEP)
+    (path,) = folder.rglob("abc-*")
+    path.write_bytes(path.read_bytes()[:-8])
+    assert scrape() == {}
+
+
+def test_other_engines_are_not_mixed_in(worker) -> None:
+    worker(instance="abc").count_read(Method.ssa, 1, 1)
+    worker(instance="xyz").count_read(Method.ssa, 2, 2)
+    assert scrape("xyz")["santa_value_rows_read_total", "0", "ssa"] == 2
+
+
+def test_the_folder_is_private_and_files_can_be_removed(worker, folder: Path) -> None:
+    worker()
+    (path,) = folder.rglob("abc-*")
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    metrics._WorkerFiles("abc").remove()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(("backend", "registers"), [("SANTA", True), ("CPU_ATTN", False), (None, False)])
+def test_only_a_server_on_santa_shows_counters(monkeypatch: pytest.MonkeyPatch, backend: str | None, registers: bool) -> None:
+    registered: list[object] = []
+    monkeypatch.setattr(REGISTRY, "register", registered.append)
+    monkeypatch.setattr(metrics.atexit, "register", lambda *_: None)
+    monkeypatch.setattr(metrics.SantaStatLogger, "_collected", set())
+    attention = SimpleNamespace(backend=backend and SimpleNamespace(name=backend), backend_per_kind=None)
+    for engine in range(2):  # vLLM makes a logger for each data-parallel engine
+        metrics.SantaStatLogger(SimpleNamespace(instance_id="abc", attention_config=attention), engine)
+    assert len(registered) == int(registers)
