@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_santa.methods import Method
 from vllm_santa.reference.fixed_point import ONE, pow2
-from vllm_santa.reference.select import draw, systematic
+from vllm_santa.reference.select import draw
 
 GROUP = 64
 """Tokens that share one exponent in the stash."""
@@ -69,13 +69,21 @@ def value_weights(method: Method, scores: Tensor, budget: Tensor, uniform: Tenso
     if method == Method.flash:
         return _flash_weights(scores, budget, uniform)[..., :n]
     rates = expected_copies(stash_scores(scores), budget)
-    if method in (Method.sys, Method.prop):
-        copies = systematic(rates, uniform[..., 0])
-    else:
-        j = torch.arange(uniform.shape[-1], device=scores.device)
-        points = j * ONE + uniform if method == Method.strat else budget.unsqueeze(-1) * uniform
-        copies = draw(rates, torch.where(j < budget.unsqueeze(-1), points, -1))
+    copies = draw(rates, _points(method, budget, uniform))
     return (copies.double() / budget.unsqueeze(-1))[..., :n]
+
+
+def _points(method: Method, budget: Tensor, uniform: Tensor) -> Tensor:
+    """Where a sampler looks into [0, S · ONE), int64 [..., max S], −1 beyond a row's own S."""
+    budget, draws = budget.unsqueeze(-1), int(budget.max())
+    j = torch.arange(draws, device=budget.device)
+    if method == Method.santa:
+        points = budget * uniform[..., :draws]
+    elif method == Method.strat:
+        points = j * ONE + uniform[..., :draws]
+    else:  # one offset for all strata
+        points = j * ONE + (ONE - 1 - uniform[..., :1])
+    return torch.where(j < budget, points, -1)
 
 
 def _flash_weights(scores: Tensor, budget: Tensor, uniform: Tensor) -> Tensor:
@@ -84,7 +92,7 @@ def _flash_weights(scores: Tensor, budget: Tensor, uniform: Tensor) -> Tensor:
     tiles = Stash(whole.weights.unflatten(-2, (-1, per_tile)), whole.exponents.unflatten(-1, (-1, per_tile)))
     count = tiles.weights.shape[-3]
     tile_budget = (budget // count).clamp(min=1).unsqueeze(-1).expand(tiles.weights.shape[:-2]).contiguous()
-    copies = systematic(expected_copies(tiles, tile_budget), uniform)
+    copies = draw(expected_copies(tiles, tile_budget), _points(Method.sys, tile_budget, uniform.unsqueeze(-1)))
     mass, top = tiles.mass()
     mass = mass.double() * pow2(top - top.amax(-1, keepdim=True))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
