@@ -17,6 +17,8 @@ from urllib.request import urlopen
 START_LIMIT = 900  # seconds; a busy machine with two cores needs a few minutes
 STOP_LIMIT = 20  # seconds between asking the processes to end and ending them
 LOG_LINES = 25
+# float32: many CPUs multiply bfloat16 several times more slowly. Two sequences of full length fit into one GiB of KV cache.
+OPTIONS = ("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "8", "--enforce-eager")
 
 
 class ServerError(RuntimeError):
@@ -45,8 +47,7 @@ def serving(model: Path, name: str, port: int, log: Path, progress: Callable[[st
         ServerError: it ended, or was not healthy within `START_LIMIT` seconds.
     """
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", name, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--attention-backend", "santa", "--max-model-len", "8192", "--max-num-seqs", "8", "--enforce-eager"]
-    # One GiB of KV cache holds five contexts of the demo's length.
+    command += ["--port", str(port), "--attention-backend", "santa", *OPTIONS]
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", **os.environ}
     log.parent.mkdir(parents=True, exist_ok=True)
     with _terminable(), log.open("w") as out:
