@@ -27,7 +27,7 @@ def test_inclusion_grows_with_the_level(level: int) -> None:
     now, more = power_fine(ALL_CODES, torch.tensor(level)), power_fine(ALL_CODES, torch.tensor(level + 1))
     assert (now <= more).all() and (now >= 0).all() and (more <= ONE).all()
     assert (now.diff() >= 0).all()
-    exact = torch.exp2((ALL_CODES.double() / 256 + level / 65536)).clamp(max=1) * ONE
+    exact = torch.exp2(ALL_CODES.double() / 256 + level / 65536).clamp(max=1) * ONE
     assert ((now.double() - exact).abs() <= 2 + exact * 2**-15).all()
 
 
