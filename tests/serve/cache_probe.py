@@ -11,7 +11,7 @@ class CacheProbe:
     """Methods that vLLM adds to its worker; /collective_rpc calls them."""
 
     def poison_cache(self) -> dict[str, int]:
-        """Fill every page with bytes 0xFF: NaN as keys and values, centroid 255 as codes. Only while no request runs and no prefix is kept."""
+        """Fill every page with bytes 0xFF: NaN as keys and values, 255 as codes. Only while no request runs and no prefix is kept."""
         layers = self._santa_layers()
         for layer in layers:
             memory = layer.kv_cache.untyped_storage()
@@ -19,7 +19,7 @@ class CacheProbe:
         return {"layers": len(layers)}
 
     def check_codes(self) -> dict[str, float]:
-        """Compare the codes of every token in the cache with its key. Tokens never written since `poison_cache` are NaN, and must have no codes.
+        """Compare the codes of every token in the cache with its key. Tokens not written since `poison_cache` are NaN, and have no codes.
 
         `written` and `unwritten` count (layer, token) pairs; `stray` the unwritten ones with codes or half a row; `excess` is the largest
         squared distance of a key to the centroid of its code, over that to the nearest one, minus 1.

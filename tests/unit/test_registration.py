@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: E402
@@ -64,3 +65,36 @@ def test_importing_the_package_is_light() -> None:
     """Neither torch nor vLLM: entry points are looked at by every vLLM server of the environment."""
     program = "import sys, vllm_santa, vllm_santa.plugin; print(sorted({'torch', 'vllm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout.decode().strip() == "[]"
+
+
+def choose(backend: AttentionBackendEnum | None, **changes: object) -> str:
+    """The class path that vLLM's CPU platform answers with."""
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from vllm_santa.plugin import register
+
+    register()
+    config = AttentionSelectorConfig(head_size=64, dtype=torch.float32, kv_cache_dtype="auto", block_size=None)
+    return CpuPlatform.get_attn_backend_cls(backend, config._replace(**changes))
+
+
+def test_the_cpu_platform_honours_santa_and_only_santa() -> None:
+    assert choose(SANTA) == registration.CLASS_PATH
+    for other in (None, AttentionBackendEnum.CPU_ATTN, AttentionBackendEnum.FLASHINFER):
+        assert choose(other) == AttentionBackendEnum.CPU_ATTN.get_path()
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"use_mla": True}, "MLA not supported"),
+        ({"has_sink": True}, "attention sinks not supported"),
+        ({"head_size": 60}, "head_dim is 60"),
+        ({"attn_type": "encoder_only"}, "attention type encoder_only not supported"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_reason(changes: dict, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"SANTA is not valid for this configuration.*{reason}"):
+        choose(SANTA, **changes)

@@ -10,10 +10,10 @@ import torch
 pytest.importorskip("vllm")
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
-from vllm_santa.budget import Budget  # noqa: E402
 from vllm_santa.methods import Method  # noqa: E402
-from vllm_santa.parameters import RequestParams  # noqa: E402
 from vllm_santa.policy import Policy  # noqa: E402
+from vllm_santa.policy.budget import Budget  # noqa: E402
+from vllm_santa.policy.parameters import RequestParams  # noqa: E402
 from vllm_santa.request import RowRequest, SantaParams  # noqa: E402
 from vllm_santa.rows import NO_CODEBOOK, SparseToken, plan_step  # noqa: E402
 
