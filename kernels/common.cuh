@@ -1,0 +1,114 @@
+// What every stage shares: the build's shape, one decode batch as the kernels see it, and small device helpers.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace santa {
+
+// A module is compiled for one shape: head_dim, query heads per KV head, and dtype (SANTA_BF16 0 or 1).
+#ifdef SANTA_HEAD_DIM
+constexpr int kHeadDim = SANTA_HEAD_DIM;
+constexpr int kGroup = SANTA_GROUP;
+#if SANTA_BF16
+using Half = __nv_bfloat16;
+#else
+using Half = __half;
+#endif
+static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128 || kHeadDim == 256, "head_dim is 64, 96, 128 or 256");
+static_assert(kGroup >= 1 && kGroup <= 16, "1 to 16 query heads share a KV head");
+#endif
+
+constexpr int kUnit = 64;                            // tokens a warp scores at a time, and that share one exponent (GROUP of docs/estimators.md)
+constexpr int64_t kOne = int64_t(1) << 44;           // one expected row
+constexpr int kExcluded = -32768;                    // log-code of a token no selection may take
+constexpr int kBinShift = 5;                         // a histogram bin holds 2^5 log-codes: 1/8 octave
+constexpr int kBins = 65536 >> kBinShift;
+constexpr int kChunk = 8192;                         // tokens one block of the place kernel covers
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr int kNotFinite = INT32_MAX;                // exponent of a unit that holds NaN or +inf
+constexpr int kNoExponent = -(1 << 20);              // exponent of a unit whose scores are all -inf
+
+// One decode batch: row r attends to its first seq_lens[r] tokens, if its method is one of those in `methods`.
+struct Batch {
+  const int* seq_lens;        // [rows]
+  const int8_t* method;       // [rows]
+  const int* budget;          // [rows]
+  const int64_t* seed;        // [rows]
+  const int* block_table;     // [rows, table_stride]
+  int64_t table_stride;
+  int rows, kv_heads;
+  uint32_t methods;           // bit m: rows of method m are ours
+  int layer, head_offset;     // global layer, and first global KV head of this rank
+  int max_units;              // stash capacity per row and head, in units
+
+  // Context length of a row that is ours, else 0.
+  __device__ int length(int row) const { return (methods >> method[row]) & 1 ? seq_lens[row] : 0; }
+};
+
+// Pages hold, per KV head, block_size token rows of K then V: [blocks, kv_heads, block_size, 2, head_dim].
+struct Pages {
+  const void* kv;
+  int64_t page_stride;        // elements from one block to the next
+  int block_size;
+};
+
+__device__ __forceinline__ float exp2_fast(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+__device__ __forceinline__ float log2_fast(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+struct Scores {
+  float log2_scale;           // scale * log2(e)
+  float cap, inverse_cap;     // soft cap * log2(e), and 2 / soft cap; cap 0: none
+
+  static Scores make(float scale, float soft_cap) {
+    return {scale * kLog2e, soft_cap * kLog2e, soft_cap > 0.f ? 2.f / soft_cap : 0.f};
+  }
+  // Log2-domain score of a raw dot product: cap * tanh(l / cap), as 1 - 2 / (e^2z + 1).
+  __device__ __forceinline__ float operator()(float dot) const {
+    const float x = dot * log2_scale;
+    return cap > 0.f ? cap - 2.f * cap * __frcp_rn(exp2_fast(x * inverse_cap) + 1.f) : x;
+  }
+};
+
+__host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Maximum that lets NaN through.
+__device__ __forceinline__ float max_nan(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
+
+// For data read once. Lanes fetch 64 bytes of a row per load: without the hint DRAM hands them out at 85 % of its speed.
+__device__ __forceinline__ uint4 load_stream(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
+// Programmatic dependent launch: the next kernel may start its prologue; wait for the one before.
+__device__ __forceinline__ void launch_next() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_previous() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+template <class... Params, class... Args>
+inline cudaError_t launch(void (*kernel)(Params...), dim3 grid, int block, size_t smem, cudaStream_t stream, bool overlap, Args... args) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(block);
+  config.dynamicSmemBytes = smem;
+  config.stream = stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+}  // namespace santa

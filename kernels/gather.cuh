@@ -1,0 +1,92 @@
+// Weighted sums of gathered V rows, and their merge over the blocks that share a head: in a fixed order, so runs repeat bit for bit.
+#pragma once
+#include "tile.cuh"
+
+namespace santa {
+
+constexpr int kRowLanes = kHeadDim / 8;              // lanes that hold one V row, 8 features each
+constexpr int kRowsAtOnce = 32 / kRowLanes;          // V rows a warp reads with one load
+
+__device__ __forceinline__ float2 to_float2(uint32_t word) {
+#if SANTA_BF16
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&word));
+#else
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+#endif
+}
+
+template <int HEADS>
+struct ValueSum {
+  float sum[HEADS][8] = {};
+
+  __device__ __forceinline__ void add(const uint4& v, const float* weight) {
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float2 pair = to_float2(words[k]);
+#pragma unroll
+      for (int h = 0; h < HEADS; ++h) {
+        sum[h][2 * k] = fmaf(weight[h], pair.x, sum[h][2 * k]);
+        sum[h][2 * k + 1] = fmaf(weight[h], pair.y, sum[h][2 * k + 1]);
+      }
+    }
+  }
+
+  // The block's sum, in shared memory: total[HEADS][kHeadDim]. Ends with a barrier.
+  template <int WARPS>
+  __device__ void reduce(float* total) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (int h = 0; h < HEADS; ++h)
+#pragma unroll
+      for (int k = 0; k < 8; ++k)
+#pragma unroll
+        for (int d = kRowsAtOnce / 2; d > 0; d /= 2) sum[h][k] += __shfl_down_sync(kAll, sum[h][k], d * kRowLanes);
+    for (int w = 0; w < WARPS; ++w) {
+      if (warp == w && lane < kRowLanes)
+#pragma unroll
+        for (int h = 0; h < HEADS; ++h)
+#pragma unroll
+          for (int k = 0; k < 8; ++k) {
+            float& slot = total[h * kHeadDim + lane * 8 + k];
+            slot = w == 0 ? sum[h][k] : slot + sum[h][k];
+          }
+      __syncthreads();
+    }
+  }
+};
+
+struct Merge {                    // of `heads` = rows * query or KV heads
+  float* partial;                 // [heads, splits, HEADS, kHeadDim]
+  int* done;                      // [heads], zero before and after
+  int splits;
+};
+
+// Blocks 0 .. active - 1 of `owner` hand in total[SIZE]; the last one writes out = scale * their sum.
+template <int SIZE, int THREADS>
+__device__ void merge_splits(const Merge& merge, int64_t owner, int split, int active, const float* total, float scale, Half* out) {
+  if (active > 1) {
+    float* mine = merge.partial + (owner * merge.splits + split) * SIZE;
+    for (int i = threadIdx.x; i < SIZE; i += THREADS) mine[i] = total[i];
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      __threadfence();
+      last = atomicAdd(merge.done + owner, 1) == active - 1;
+      __threadfence();
+      if (last) merge.done[owner] = 0;
+    }
+    __syncthreads();
+    if (!last) return;
+  }
+  const float* parts = merge.partial + owner * merge.splits * SIZE;
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) {
+    float sum = active > 1 ? 0.f : total[i];
+    if (active > 1)
+#pragma unroll 16
+      for (int s = 0; s < active; ++s) sum += __ldcg(parts + int64_t(s) * SIZE + i);
+    out[i] = Half(sum * scale);
+  }
+}
+
+}  // namespace santa

@@ -1,0 +1,120 @@
+// santa, strat, sys, prop, stage 2: every draw is a point on the prefix sums of the expected copies. A block finds its draws' tokens (run
+// of units, unit, token), then reads their V rows. No pass over the tokens: the masses of the units are enough to find a unit.
+#include "block_sum.cuh"
+#include "philox.cuh"
+#include "values.cuh"
+
+namespace santa {
+
+constexpr int kSampleThreads = 256, kSampleWarps = kSampleThreads / 32;
+constexpr int kDraws = 32;                           // draws a block takes at a time
+
+// The draw's point on [0, S * kOne).
+__device__ int64_t draw_point(const Batch& batch, int row, int head, int n, int method, int64_t budget, int draw) {
+  const bool shared_offset = method == kSys || method == kProp;
+  const int64_t u = uniform44(batch.seed[row], n - 1, batch.layer, kValueStream, head, shared_offset ? 0 : draw);
+  if (shared_offset) return draw * kOne + kOne - 1 - u;
+  return method == kStrat ? draw * kOne + u : budget * u;
+}
+
+__global__ void __launch_bounds__(kSampleThreads) sample_points_kernel(Batch batch, Pages pages, Stash stash, Merge merge, Half* out, float* lse) {
+  __shared__ int64_t upto[kSampleThreads], scratch[kSampleWarps];
+  __shared__ int top_scratch[kSampleWarps];
+  __shared__ const Half* address[kDraws];
+  __shared__ float total[kHeadDim];
+  launch_next();
+  const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int method = batch.method[row];
+  if (!(batch.methods >> method & 1)) { wait_previous(); return; }
+  const int n = batch.seq_lens[row], budget = batch.budget[row];
+  const int per_block = ceil_div(ceil_div(budget, merge.splits), kDraws) * kDraws;
+  const int first = split * per_block, last = min(budget, first + per_block);
+  const int64_t owner = int64_t(row) * gridDim.y + head;
+  const int64_t point = threadIdx.x < kDraws ? draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, first + threadIdx.x) : 0;
+  wait_previous();
+  if (split > 0 && first >= last) return;
+
+  // Exponent and mass of the row. A thread's run of units is consecutive.
+  const int units = ceil_div(n, kUnit), run = ceil_div(units, kSampleThreads);
+  const int begin = min(units, int(threadIdx.x) * run), end = min(units, begin + run);
+  const int2* unit = stash.unit + owner * batch.max_units;
+  int top = kNoExponent;
+#pragma unroll 8
+  for (int u = begin; u < end; ++u) top = max(top, unit[u].x);
+  top = block_reduce<kSampleThreads>(top, top_scratch, [](int a, int b) { return max(a, b); });
+  int64_t mass = 0;
+#pragma unroll 8
+  for (int u = begin; u < end; ++u) mass += unit_share(unit[u], top);
+  mass = block_reduce<kSampleThreads>(mass, scratch, [](int64_t a, int64_t b) { return a + b; });
+  const bool broken = top == kNotFinite;
+  if (lse && split == 0 && threadIdx.x == 0) lse[owner] = broken ? NAN : mass > 0 ? log2f(float(mass)) + float(top - 36) : -INFINITY;
+  if (broken || mass == 0) {                         // NaN or +inf somewhere; or nothing to attend to
+    if (split == 0)
+      for (int i = threadIdx.x; i < kHeadDim; i += kSampleThreads) out[owner * kHeadDim + i] = Half(broken ? NAN : 0.f);
+    return;
+  }
+  const double per_mass = double(budget) * 18446744073709551616.0 / double(mass);
+  int64_t own = 0, sum;
+  for (int u = begin; u < end; ++u) own += unit[u].y * copies_per_weight(per_mass, unit[u], top);
+  __syncthreads();                                   // scratch is used again
+  upto[threadIdx.x] = block_scan<kSampleThreads>(own, scratch, &sum);
+  __syncthreads();
+
+  ValueSum<1> values;
+  for (int draws = first; draws < last; draws += kDraws) {
+    if (threadIdx.x < kDraws) {
+      const int64_t x = draws == first ? point
+                                       : draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, draws + threadIdx.x);
+      const Half* found = nullptr;
+      if (draws + int(threadIdx.x) < last && x < sum) {
+        int low = 0, high = kSampleThreads - 1;      // the first run with upto > x
+        while (low < high) { const int mid = (low + high) / 2; if (upto[mid] > x) high = mid; else low = mid + 1; }
+        int64_t rest = x - (low > 0 ? upto[low - 1] : 0), rate = 0;
+        int u = low * run;
+        for (;; ++u) {
+          rate = copies_per_weight(per_mass, unit[u], top);
+          if (unit[u].y * rate > rest) break;
+          rest -= unit[u].y * rate;
+        }
+        const int threshold = int(rest / rate);      // the token whose prefix sum of weights passes it
+        const uint4* weights = reinterpret_cast<const uint4*>(stash.weight + (owner * batch.max_units + u) * kUnit);
+        uint4 eight[kUnit / 8];
+#pragma unroll
+        for (int i = 0; i < kUnit / 8; ++i) eight[i] = __ldcg(weights + i);
+        int prefix = 0, token = 0;
+#pragma unroll
+        for (int i = 0; i < kUnit / 8; ++i) {
+          const uint32_t words[4] = {eight[i].x, eight[i].y, eight[i].z, eight[i].w};
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            prefix += words[k] & 0xffff;
+            token += prefix <= threshold;
+            prefix += words[k] >> 16;
+            token += prefix <= threshold;
+          }
+        }
+        found = token_row(batch, pages, row, head / kGroup, u * kUnit + token) + kHeadDim;
+      }
+      address[threadIdx.x] = found;
+    }
+    __syncthreads();
+    const float one = 1.f;
+    if (lane < kRowLanes * kRowsAtOnce)
+#pragma unroll
+      for (int i = 0; i < kDraws / (kSampleWarps * kRowsAtOnce); ++i) {
+        const Half* found = address[(i * kSampleWarps + warp) * kRowsAtOnce + lane / kRowLanes];
+        if (found) values.add(load_stream(found + lane % kRowLanes * 8), &one);
+      }
+    __syncthreads();
+  }
+  values.template reduce<kSampleWarps>(total);
+  merge_splits<kHeadDim, kSampleThreads>(merge, owner, split, max(1, ceil_div(budget, per_block)), total, 1.f / budget, out + owner * kHeadDim);
+}
+
+cudaError_t sample_points(const Batch& batch, const Pages& pages, const Stash& stash, const Merge& merge, void* out, float* lse,
+                          cudaStream_t stream, bool overlap) {
+  return launch(sample_points_kernel, dim3(merge.splits, batch.kv_heads * kGroup, batch.rows), kSampleThreads, 0, stream, overlap, batch, pages,
+                stash, merge, static_cast<Half*>(out), lse);
+}
+
+}  // namespace santa

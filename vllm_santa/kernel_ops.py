@@ -1,0 +1,154 @@
+"""Thin launchers of the SANTA-family kernels: workspace, shapes, checks. No allocation and no host sync once a workspace exists."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from vllm_santa.jit import Shape, santa_module
+from vllm_santa.methods import Method
+from vllm_santa.reference.fixed_point import ONE_BITS
+
+UNIT = 64
+"""Tokens that share one exponent in a stash, and the granule of every buffer."""
+BIN_BITS = 5
+"""log2 of the log-codes per histogram bin."""
+CHUNK = 8192
+"""Tokens one block of the placement covers."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What each row of a decode batch wants; persistent device buffers, so that graphs can be replayed.
+
+    block_table: int32 [R, blocks]. seq_lens: int32 [R], the current token included. method: int8 [R]. budget: int32 [R]. seed: int64 [R].
+    """
+
+    block_table: Tensor
+    seq_lens: Tensor
+    method: Tensor
+    budget: Tensor
+    seed: Tensor
+
+    def __post_init__(self) -> None:
+        kinds = {"block_table": torch.int32, "seq_lens": torch.int32, "method": torch.int8, "budget": torch.int32, "seed": torch.int64}
+        for name, dtype in kinds.items():
+            tensor = getattr(self, name)
+            if tensor.dtype != dtype or not tensor.is_cuda or tensor.shape[0] != self.seq_lens.shape[0] or tensor.stride(-1) != 1:
+                raise ValueError(
+                    f"{name}: {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; must be {dtype} on the GPU, dense, one entry per row"
+                )
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a layer adds. layer: its index in the model. scale, soft_cap: of the scores, soft_cap 0 = none. head_offset: first global KV head."""
+
+    layer: int
+    scale: float
+    soft_cap: float = 0.0
+    head_offset: int = 0
+
+
+@cache
+def exp2_table(device: torch.device) -> Tensor:
+    """EXP2 of docs/estimators.md, int64 [256]."""
+    return torch.tensor([round(2.0 ** (ONE_BITS - 1) * 2.0 ** (f / 256)) for f in range(256)], dtype=torch.int64, device=device)
+
+
+class PpsWorkspace:
+    """Device buffers of pps for up to `rows` rows of `max_context` tokens and budgets up to `max_budget` rows per KV head."""
+
+    def __init__(self, rows: int, kv_heads: int, shape: Shape, max_context: int, max_budget: int, device: torch.device | str = "cuda"):
+        self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
+        units, chunks = -(-max_context // UNIT), -(-max_context // CHUNK)
+        samples = max_budget + max_budget // 16 + 2  # bins are counted at their middle: off by at most 4.4 %
+        splits = min(64, -(-samples // 64))
+
+        def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=device)
+
+        pair = (rows, kv_heads)
+        self.look = empty(*pair, 8, shape.group, 2)
+        self.histogram = empty(*pair, 65536 >> BIN_BITS, dtype=torch.int32)
+        self.codes = empty(*pair, units * UNIT, dtype=torch.int16)
+        self.unit_mass = empty(*pair, units, shape.group, 2)
+        self.rate = empty(*pair, dtype=torch.int32)
+        self.chunk_ready = empty(*pair, chunks, dtype=torch.int32)
+        self.chunk_sum = empty(*pair, chunks, dtype=torch.int64)
+        self.chunk_mass = empty(*pair, chunks, shape.group, 2)
+        self.sample = empty(*pair, samples, 4, dtype=torch.int32)
+        self.count = empty(*pair, dtype=torch.int32)
+        self.partial = empty(*pair, splits, shape.group, shape.head_dim)
+        self.done = torch.zeros(pair, dtype=torch.int32, device=device)
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """In the order the kernels take them."""
+        return (
+            self.look, self.histogram, self.codes, self.unit_mass, self.rate, self.chunk_ready, self.chunk_sum, self.chunk_mass,
+            self.sample, self.count, self.partial, self.done,
+        )  # fmt: skip
+
+
+class ValuesWorkspace:
+    """Device buffers of the value samplers for up to `rows` rows of `max_context` tokens and budgets up to `max_budget` draws per head."""
+
+    def __init__(self, rows: int, kv_heads: int, shape: Shape, max_context: int, max_budget: int, device: torch.device | str = "cuda"):
+        self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
+        units, splits = -(-max_context // UNIT), min(64, -(-max_budget // 32))
+        head = (rows, kv_heads * shape.group)
+        self.weight = torch.empty(*head, units * UNIT, dtype=torch.int16, device=device)
+        self.unit = torch.empty(*head, units, 2, dtype=torch.int32, device=device)
+        self.partial = torch.empty(*head, splits, shape.head_dim, device=device)
+        self.done = torch.zeros(head, dtype=torch.int32, device=device)
+
+
+def check_tensors(query: Tensor, kv: Tensor, output: Tensor, rows: Rows, shape: Shape, max_context: int, capacity: int) -> None:
+    """Raises ValueError where a tensor does not fit the shape the kernels were built for, or the workspace."""
+    heads, block_size = kv.shape[1:3]
+    batch = rows.seq_lens.shape[0]
+    for name, tensor in (("query", query), ("output", output)):
+        if tensor.shape != (batch, heads * shape.group, shape.head_dim) or tensor.dtype != shape.dtype or not tensor.is_contiguous():
+            wanted = [batch, heads * shape.group, shape.head_dim]
+            raise ValueError(f"{name}: {tensor.dtype} {list(tensor.shape)}; must be contiguous {shape.dtype} {wanted}")
+    if kv.shape[3] != 2 * shape.head_dim or kv.dtype != shape.dtype or kv.stride()[1:] != (block_size * kv.shape[3], kv.shape[3], 1):
+        raise ValueError(
+            f"kv: {kv.dtype} {list(kv.shape)} strides {kv.stride()}; must be {shape.dtype} [B, H, N, {2 * shape.head_dim}] dense per block"
+        )
+    if block_size % 16 or kv.stride(0) % 8 or kv.data_ptr() % 16:
+        raise ValueError(f"kv: block size {block_size} must be a multiple of 16, page stride {kv.stride(0)} of 8, the cache 16-byte aligned")
+    if batch > capacity:
+        raise ValueError(f"rows: {batch}; the workspace holds {capacity}")
+    if rows.block_table.shape[1] * block_size < 1 or max_context < 1:
+        raise ValueError("block_table: no columns")
+
+
+def pps(query: Tensor, kv: Tensor, rows: Rows, layer: Layer, output: Tensor, workspace: PpsWorkspace, lse: Tensor | None = None) -> None:
+    """pps attention of the batch's pps rows; other rows of `output` and `lse` are left alone.
+
+    query, output: [R, Hq, D]. kv: [B, H, N, 2D]. lse: float32 [R, Hq] or None, log2 of the sum of exponentials, as FlashInfer gives it.
+    """
+    check_tensors(query, kv, output, rows, workspace.shape, workspace.max_context, workspace.count.shape[0])
+    santa_module(workspace.shape).pps(
+        query, kv, rows.block_table, rows.seq_lens, rows.method, rows.budget, rows.seed, output, lse, exp2_table(query.device),
+        *workspace.buffers(), layer.scale, layer.soft_cap, 1 << Method.pps, layer.layer, layer.head_offset,
+    )  # fmt: skip
+
+
+VALUE_METHODS = (Method.santa, Method.strat, Method.sys, Method.prop)
+
+
+def sample_values(
+    query: Tensor, kv: Tensor, rows: Rows, layer: Layer, output: Tensor, workspace: ValuesWorkspace, lse: Tensor | None = None
+) -> None:
+    """santa, strat, sys and prop attention of the batch's rows of those methods; other rows of `output` and `lse` are left alone.
+
+    Shapes as in `pps`; `lse` is that of the 16-bit stash.
+    """
+    check_tensors(query, kv, output, rows, workspace.shape, workspace.max_context, workspace.done.shape[0])
+    santa_module(workspace.shape).values(
+        query, kv, rows.block_table, rows.seq_lens, rows.method, rows.budget, rows.seed, output, lse, workspace.weight, workspace.unit,
+        workspace.partial, workspace.done, layer.scale, layer.soft_cap, sum(1 << method for method in VALUE_METHODS), layer.layer,
+        layer.head_offset,
+    )  # fmt: skip
