@@ -8,13 +8,14 @@ from torch import Tensor
 
 from vllm_santa.codebook import Codebook
 from vllm_santa.methods import Method
-from vllm_santa.reference.paged import gather_context, taken_rows
+from vllm_santa.reference.attend import attend_selected, attend_values
+from vllm_santa.reference.bernoulli import BernoulliSettings, bernoulli_query
+from vllm_santa.reference.paged import gather_context
 from vllm_santa.reference.philox import Stream, uniform44
-from vllm_santa.reference.pps import pps
 from vllm_santa.reference.pq import lookup_tables, proxy_scores
 from vllm_santa.reference.scores import exact_scores
-from vllm_santa.reference.ssa import SelectionSettings, importance_weights, select_by_proxy
-from vllm_santa.reference.values import draws_needed, value_weights
+from vllm_santa.reference.ssa import SelectionSettings, select_by_proxy
+from vllm_santa.reference.values import draws_needed
 
 _LN2 = math.log(2)
 
@@ -37,11 +38,15 @@ class LayerContext:
 
 @dataclass(frozen=True)
 class RowResult:
-    """output: [Hq, D] in the query's dtype. key_rows, value_rows: rows of K and of V read, mean over KV heads."""
+    """output: [Hq, D] in the query's dtype. key_rows, value_rows: rows of K and of V read, mean over KV heads.
+
+    key_features: share of the features of those K rows that was read; less than 1 with Bernoulli queries.
+    """
 
     output: Tensor
     key_rows: float
     value_rows: float
+    key_features: float = 1.0
 
 
 def decode_row(
@@ -55,12 +60,17 @@ def decode_row(
     seed: int,
     layer: LayerContext,
     settings: SelectionSettings,
+    bernoulli: BernoulliSettings | None = None,
 ) -> RowResult:
     """Sparse attention of one query token over its cache.
 
     query: [Hq, D]. kv: [B, H, N, 2D], K then V. codes: uint8 [B, H, N, M]. block_table: int32 [blocks]. context: tokens, the current one
     included. budget: >= 1, draws per query head or rows per KV head, as the method counts. seed: an unsigned 64-bit integer.
+    bernoulli: exact scores become those of a Bernoulli query (SANTA §5); not for methods that score keys by their codes.
+    Raises ValueError for a method that needs codes with a Bernoulli query or without a codebook.
     """
+    if bernoulli is not None and method.needs_codes:
+        raise ValueError(f"bernoulli: method {method.name} scores keys by their codes; allowed are santa, strat, sys, prop, flash, pps")
     if context == 0:
         return RowResult(torch.zeros_like(query), 0.0, 0.0)
     key, value = gather_context(kv, block_table, context).chunk(2, dim=-1)
@@ -71,38 +81,25 @@ def decode_row(
             raise ValueError(f"layer {layer.layer} has no codebook: method {method.name} cannot score its keys")
         tables = lookup_tables(grouped, layer.codebook, layer.scale)
         proxies = proxy_scores(tables, gather_context(codes, block_table, context).transpose(0, 1)) * _LN2
-        numbers = random.per_kv_head(budget if method == Method.ssa_fixed else 1)
-        selection = select_by_proxy(method, proxies, settings, random.budget(budget), numbers)
-        return _attend_selected(grouped, key, value, selection.taken, selection.probability, layer)
+        numbers = random.per_kv_head(Stream.selection, budget if method == Method.ssa_fixed else 1)
+        broken = ~(proxies < torch.inf).all(-1, keepdim=True)  # a query that is not finite: NaN for its head, nothing for the others
+        selection = select_by_proxy(method, proxies.masked_fill(broken, -torch.inf), settings, random.budget(budget), numbers)
+        attended = attend_selected(grouped, key, value, selection, layer.scale, layer.soft_cap)
+        output = attended.output.masked_fill(broken, torch.nan)
+        return RowResult(output.flatten(0, 1).to(query.dtype), attended.rows(), attended.rows())
+    features = 1.0
+    if bernoulli is not None:
+        heads = random.per_kv_head if bernoulli.mean_group else random.per_query_head
+        numbers = heads(Stream.bernoulli, query.shape[-1])
+        estimate = bernoulli_query(grouped, bernoulli, numbers.unsqueeze(-2) if bernoulli.mean_group else numbers)
+        grouped, features = estimate.query, estimate.group_share().mean().item()
     scores = exact_scores(grouped, key, layer.scale, layer.soft_cap)
-    broken = ~(scores < torch.inf).all(-1, keepdim=True)  # NaN or +inf: NaN out, as dense attention gives
-    scores = scores.masked_fill(broken, -torch.inf)
     if method == Method.pps:
-        selection, weights = pps(scores, random.budget(budget), random.per_kv_head(1)[..., 0])
-        taken = selection.taken
+        numbers = random.per_kv_head(Stream.selection, 1)
     else:
-        numbers = random.per_query_head(draws_needed(method, budget, context))
-        weights = value_weights(method, scores, random.budget(budget).unsqueeze(-1).expand(scores.shape[:-1]), numbers)
-        taken = weights.amax(-2) > 0
-    rows, valid = taken_rows(taken)
-    weights = weights.gather(-1, rows.unsqueeze(1).expand(-1, weights.shape[1], -1)) * valid.unsqueeze(1)
-    output = (weights.float() @ _rows_of(value, rows, valid)).masked_fill(broken, torch.nan)
-    return RowResult(output.flatten(0, 1).to(query.dtype), float(context), taken.sum(-1).double().mean().item())
-
-
-def _attend_selected(query: Tensor, key: Tensor, value: Tensor, taken: Tensor, probability: Tensor, layer: LayerContext) -> RowResult:
-    rows, valid = taken_rows(taken)
-    scores = exact_scores(query, _rows_of(key, rows, valid), layer.scale, layer.soft_cap).masked_fill(~valid.unsqueeze(1), -torch.inf)
-    weights = importance_weights(scores, probability.gather(-1, rows))
-    output = weights.float() @ _rows_of(value, rows, valid)
-    count = taken.sum(-1).double().mean().item()
-    return RowResult(output.flatten(0, 1).to(query.dtype), count, count)
-
-
-def _rows_of(cache: Tensor, rows: Tensor, valid: Tensor) -> Tensor:
-    """[H, n, D] at [H, rows], float32, zeros where not valid."""
-    picked = cache.gather(1, rows.unsqueeze(-1).expand(-1, -1, cache.shape[-1])).float()
-    return picked.masked_fill(~valid.unsqueeze(-1), 0.0)
+        numbers = random.per_query_head(Stream.values, draws_needed(method, budget, context))
+    attended = attend_values(method, scores, value, random.budget(budget), numbers)
+    return RowResult(attended.output.flatten(0, 1).to(query.dtype), float(context), attended.rows(), features)
 
 
 class _Random:
@@ -122,13 +119,13 @@ class _Random:
     def budget(self, budget: int) -> Tensor:
         return self._scalar(budget).expand(self.heads).contiguous()
 
-    def per_kv_head(self, draws: int) -> Tensor:
-        """int64 [H, draws] for a selection."""
-        return self._draw(Stream.selection, self.kv_head, draws)
+    def per_kv_head(self, stream: Stream, draws: int) -> Tensor:
+        """int64 [H, draws]."""
+        return self._draw(stream, self.kv_head, draws)
 
-    def per_query_head(self, draws: int) -> Tensor:
-        """int64 [H, G, draws] for the value samplers."""
-        return self._draw(Stream.values, self.query_head, draws)
+    def per_query_head(self, stream: Stream, draws: int) -> Tensor:
+        """int64 [H, G, draws]."""
+        return self._draw(stream, self.query_head, draws)
 
     def _draw(self, stream: Stream, head: Tensor, draws: int) -> Tensor:
         draw = torch.arange(draws, device=self.device)

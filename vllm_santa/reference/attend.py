@@ -1,0 +1,73 @@
+"""Attention over the rows a method takes: contiguous caches, any leading dimensions, random numbers given.
+
+Shapes: query [..., H, G, D], key and value [..., H, n, D], budget int64 [..., H]; the output is float32 [..., H, G, D].
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_santa.methods import Method
+from vllm_santa.reference.pps import pps
+from vllm_santa.reference.scores import exact_scores
+from vllm_santa.reference.select import Selection
+from vllm_santa.reference.ssa import importance_weights
+from vllm_santa.reference.values import value_weights
+
+
+@dataclass(frozen=True)
+class Attended:
+    """output: float32 [..., H, G, D]. taken: bool [..., H, n], rows of V that were read."""
+
+    output: Tensor
+    taken: Tensor
+
+    def rows(self) -> float:
+        """Rows read, mean over all KV heads."""
+        return self.taken.sum(-1).double().mean().item()
+
+
+def attend_values(method: Method, scores: Tensor, value: Tensor, budget: Tensor, uniform: Tensor) -> Attended:
+    """The SANTA family: exact scores of all keys, few rows of V.
+
+    scores: float32 [..., H, G, n]. uniform: int64 in [0, ONE): [..., H, 1] for pps, [..., H, G, draws_needed] for the samplers.
+    """
+    broken = ~(scores < torch.inf).all(-1, keepdim=True)  # NaN or +inf: NaN out, as dense attention gives
+    scores = scores.masked_fill(broken, -torch.inf)
+    if method == Method.pps:
+        selection, weights = pps(scores, budget, uniform[..., 0])
+        taken = selection.taken
+    else:
+        weights = value_weights(method, scores, budget.unsqueeze(-1).expand(scores.shape[:-1]).contiguous(), uniform)
+        taken = weights.amax(-2) > 0
+    rows, valid = taken_rows(taken)
+    weights = _at(weights, rows) * valid.unsqueeze(-2)
+    return Attended((weights.float() @ _rows_of(value, rows, valid)).masked_fill(broken, torch.nan), taken)
+
+
+def attend_selected(query: Tensor, key: Tensor, value: Tensor, selection: Selection, scale: float, soft_cap: float = 0.0) -> Attended:
+    """The SSA family: rows of K and V selected by proxy, exact scores of those rows only, weights e^score/π normalised (SSA §2)."""
+    rows, valid = taken_rows(selection.taken)
+    scores = exact_scores(query, _rows_of(key, rows, valid), scale, soft_cap).masked_fill(~valid.unsqueeze(-2), -torch.inf)
+    weights = importance_weights(scores, selection.probability.gather(-1, rows))
+    return Attended(weights.float() @ _rows_of(value, rows, valid), selection.taken)
+
+
+def taken_rows(taken: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices of each head's taken tokens in cache order, padded to the longest, and which are none: [..., rows] of bool [..., n]."""
+    count = taken.sum(-1)
+    order = torch.argsort(~taken, dim=-1, stable=True)[..., : max(int(count.max()), 1)]
+    return order, torch.arange(order.shape[-1], device=taken.device) < count.unsqueeze(-1)
+
+
+def _at(weights: Tensor, rows: Tensor) -> Tensor:
+    """[..., G, n] at [..., rows] -> [..., G, rows]."""
+    return weights.gather(-1, rows.unsqueeze(-2).expand(*weights.shape[:-1], -1))
+
+
+def _rows_of(cache: Tensor, rows: Tensor, valid: Tensor) -> Tensor:
+    """[..., n, D] at [..., rows], float32, zeros where not valid. The cache may lack leading dimensions of the rows."""
+    cache = cache.expand(*rows.shape[:-1], *cache.shape[-2:])
+    picked = cache.gather(-2, rows.unsqueeze(-1).expand(*rows.shape, cache.shape[-1])).float()
+    return picked.masked_fill(~valid.unsqueeze(-1), 0.0)
