@@ -39,7 +39,7 @@ def main(
     context: Annotated[int, typer.Option(help="Tokens of the measured text.")] = 4096,
     text: Annotated[str, typer.Option(help=f"Measured text: one of {', '.join(TEXTS)}.")] = "essays",
     codebook_text: Annotated[str, typer.Option(help="Text that trains the codebooks.")] = "other-essays",
-    training: Annotated[int, typer.Option(help="Tokens that train the codebooks.")] = 4096,
+    training: Annotated[int | None, typer.Option(help="Tokens that train the codebooks (default: as many as are measured).")] = None,
     subspaces: Annotated[int, typer.Option(help="Bytes of a key's code.")] = 16,
     layer_step: Annotated[int, typer.Option(help="Every how-manieth layer is measured.")] = 1,
     positions: Annotated[int, typer.Option(help="Query tokens measured per layer.")] = 6,
@@ -54,7 +54,7 @@ def main(
     tokenizer = AutoTokenizer.from_pretrained(prepare(model))
     layers = range(0, network.config.num_hidden_layers, layer_step)
     captures = []
-    for name, tokens in ((codebook_text, training), (text, context)):
+    for name, tokens in ((codebook_text, training or context), (text, context)):
         console.print(f"{model}: prefill of {tokens} tokens of {name}")
         ids = tokenizer(TEXTS[name](data)[: 8 * tokens], return_tensors="pt", verbose=False).input_ids[:, :tokens]
         if ids.shape[1] < tokens:
@@ -78,6 +78,7 @@ def main(
         "context": context,
         "text": text,
         "codebook_text": codebook_text,
+        "training": training or context,
         "subspaces": subspaces,
         "layers": list(layers),
         "positions": positions,
