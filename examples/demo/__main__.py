@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from openai import OpenAI
+from openai import APIError, OpenAI
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from benchmarks.models import ModelError, cache_folder, prepare
 from examples.demo.haystack import Needle, docstring_prose, messages
 from examples.demo.reads import Reads, counter, reads
-from examples.demo.server import ServerError, free_port, serving
+from examples.demo.server import ServerError, free_port, serving, tail
 
 MODEL = "smollm2-135m"
 TOKENS = 6000
@@ -115,12 +115,20 @@ def run(folder: Path, port: int, serve: bool, console: Console) -> None:
             console.print(EXAMPLE.format(address=address), highlight=False, markup=False)
             while True:
                 time.sleep(3600)
-        client = OpenAI(base_url=f"{address}/v1", api_key="none")
-        question = "What is the capital of France?"
-        answer = ask(client, address, [{"role": "user", "content": question}], DENSE, prefix=False)
-        console.print(f"{question} {answer.text}")
-        prose = docstring_prose(Tokenizer.from_file(str(folder / "tokenizer.json")), TOKENS)
-        console.print(compare(client, address, prose, console))
+        try:
+            show_answers(address, folder, console)
+        except APIError as error:
+            raise ServerError(f"the server did not answer: {error}\n{tail(log)}") from error
+
+
+def show_answers(address: str, folder: Path, console: Console) -> None:
+    """Ask the short question, then the long one with every method."""
+    client = OpenAI(base_url=f"{address}/v1", api_key="none", timeout=1800, max_retries=0)
+    question = "What is the capital of France?"
+    answer = ask(client, address, [{"role": "user", "content": question}], DENSE, prefix=False)
+    console.print(f"{question} {answer.text}")
+    prose = docstring_prose(Tokenizer.from_file(str(folder / "tokenizer.json")), TOKENS)
+    console.print(compare(client, address, prose, console))
 
 
 EXAMPLE = """The server is up; Ctrl-C ends it. Ask it:

@@ -19,10 +19,17 @@ STOP_LIMIT = 20  # seconds between asking the processes to end and ending them
 LOG_LINES = 25
 # float32: many CPUs multiply bfloat16 several times more slowly. Two sequences of full length fit into one GiB of KV cache.
 OPTIONS = ("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "8", "--enforce-eager")
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Codebooks are trained within one step, which takes about a minute of two idle cores.
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1800",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 class ServerError(RuntimeError):
-    """The server did not start; carries the end of its log."""
+    """The server did not start, or stopped answering; carries the end of its log."""
 
 
 def free_port() -> int:
@@ -48,7 +55,7 @@ def serving(model: Path, name: str, port: int, log: Path, progress: Callable[[st
     """
     command = [str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", name, "--host", "127.0.0.1"]
     command += ["--port", str(port), "--attention-backend", "santa", *OPTIONS]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1", **os.environ}
+    environment = {**ENVIRONMENT, **os.environ}
     log.parent.mkdir(parents=True, exist_ok=True)
     with _terminable(), log.open("w") as out:
         process = subprocess.Popen(
@@ -66,15 +73,16 @@ def _wait_until_healthy(process: subprocess.Popen, address: str, log: Path, prog
     started = time.monotonic()
     while (waited := time.monotonic() - started) < START_LIMIT:
         if process.poll() is not None:
-            raise ServerError(f"the server ended with status {process.returncode}\n{_tail(log, LOG_LINES)}")
+            raise ServerError(f"the server ended with status {process.returncode}\n{tail(log)}")
         with suppress(URLError, OSError), urlopen(f"{address}/health", timeout=5):
             return
-        progress(f"{waited:.0f} s: {_tail(log, 1)[-100:]}")
+        progress(f"{waited:.0f} s: {tail(log, 1)[-100:]}")
         time.sleep(1)
-    raise ServerError(f"the server was not healthy after {START_LIMIT} s\n{_tail(log, LOG_LINES)}")
+    raise ServerError(f"the server was not healthy after {START_LIMIT} s\n{tail(log)}")
 
 
-def _tail(log: Path, lines: int) -> str:
+def tail(log: Path, lines: int = LOG_LINES) -> str:
+    """The last lines of the log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
