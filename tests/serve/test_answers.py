@@ -1,9 +1,11 @@
 """Answers of the main server: each request gets what it asked for, whatever else happens beside it."""
 
 import pytest
-from conftest import WINDOWS
 from server import Answer, Ask, Server, assert_same
 from tiny_model import prompt
+
+WINDOWS = 32
+"""Tokens of the sink and local windows together, under the main server's policy."""
 
 SPARSE = ("santa", "strat", "sys", "flash", "pps", "ssa", "ssa_fixed", "topk", "uniform_tail")
 

@@ -2,8 +2,12 @@
 
 from pathlib import Path
 
+import pytest
 import tiny_model
 from server import Server
+
+pytest.importorskip("vllm")
+from vllm import EngineArgs  # noqa: E402
 
 
 def refusal(model: Path, log: Path, policy: Path) -> str:
@@ -26,8 +30,11 @@ def test_codebooks_of_another_model(model: Path, logs: Path, tmp_path: Path) -> 
     assert f"{codebooks}: subspaces is 8, but the policy says 16; set `subspaces: 8` in the policy" in said
 
 
-def test_missing_codebooks(model: Path, logs: Path, tmp_path: Path) -> None:
+def test_missing_codebooks(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration alone is enough to refuse: this is where `vllm serve` stops, before it starts an engine."""
     policy = tmp_path / "policy.yaml"
     policy.write_text("codebooks: none.safetensors\n")
-    said = refusal(model, logs / "missing.log", policy)
-    assert f"{policy}: codebooks: no such file: {tmp_path / 'none.safetensors'}; allowed: null, or the path of a safetensors file" in said
+    monkeypatch.setenv("SANTA_POLICY", str(policy))
+    with pytest.raises(ValueError, match=f"codebooks: no such file: {tmp_path / 'none.safetensors'}; allowed: null, or the path"):
+        EngineArgs(model=str(model), attention_backend="santa", max_model_len=1024).create_engine_config()
+    EngineArgs(model=str(model), max_model_len=1024).create_engine_config()  # nobody else minds

@@ -55,7 +55,7 @@ def test_from_dense_to_sparse(untrained: Server) -> None:
     assert gained.total("santa_value_rows_read_total", method="ssa") == pytest.approx(8 * 64, abs=8)
     assert after.agreement(before) < 4
     (codes,) = untrained.rpc("check_codes")
-    assert codes["written"] > 2 * 800
+    assert codes["written"] > 2 * 600, "the blocks of the first two prompts are still there"
     assert codes["excess"] < 1e-3
 
     repeated = untrained.ask(first)
