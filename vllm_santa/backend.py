@@ -2,9 +2,12 @@
 
 from vllm.platforms import current_platform
 
-if current_platform.is_cpu():
-    from vllm_santa.attention.cpu import SantaCpuBackend as SantaBackend
-else:
-    from vllm_santa.attention.cuda import SantaCudaBackend as SantaBackend  # type: ignore[assignment]
+if not current_platform.is_cpu():
+    raise ImportError(
+        f"--attention-backend santa runs on vLLM's CPU build only so far; this platform is {current_platform.device_name}. "
+        "Serve this model with another backend."
+    )
+
+from vllm_santa.attention.cpu import SantaCpuBackend as SantaBackend
 
 __all__ = ["SantaBackend"]
