@@ -77,11 +77,27 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 // Maximum that lets NaN through.
 __device__ __forceinline__ float max_nan(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 
-// For data read once. Lanes fetch 64 bytes of a row per load: without the hint DRAM hands them out at 85 % of its speed.
-__device__ __forceinline__ uint4 load_stream(const void* p) {
+// L2 drops what is read with this policy first, and so keeps the stash.
+__device__ __forceinline__ uint64_t evict_first() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
+  return policy;
+}
+// For data read once. Lanes fetch 64 bytes of a row per load: without the 128-byte hint DRAM hands them out at 85 % of its speed.
+__device__ __forceinline__ uint4 load_once(const void* p, uint64_t policy) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p), "l"(policy));
+  return v;
+}
+__device__ __forceinline__ uint4 load_row(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
+}
+// One 16-byte store; left alone, the compiler splits some of them.
+__device__ __forceinline__ void store16(void* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 // Programmatic dependent launch: the next kernel may start its prologue; wait for the one before.
@@ -98,6 +114,8 @@ __device__ __forceinline__ void wait_previous() {
 
 template <class... Params, class... Args>
 inline cudaError_t launch(void (*kernel)(Params...), dim3 grid, int block, size_t smem, cudaStream_t stream, bool overlap, Args... args) {
+  if (smem > 48 * 1024)
+    if (const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem))) return status;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(block);

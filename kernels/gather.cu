@@ -41,7 +41,7 @@ struct RowTile {
 #pragma unroll
       for (int i = 0; i < kValueLoads; ++i) {
         const int row = i * kRowsAtOnce + lane / kRowLanes;
-        if (row < valid) values[i] = load_stream(address[row] + kHeadDim + lane % kRowLanes * 8);
+        if (row < valid) values[i] = load_row(address[row] + kHeadDim + lane % kRowLanes * 8);
       }
   }
 
@@ -57,17 +57,17 @@ struct RowTile {
 #pragma unroll
     for (int e = 0; e < 2; ++e)
 #pragma unroll
-      for (int p = 0; p < kPieces; ++p) keys[e][p] = load_stream(address[lane / 4 + 8 * e] + lane % 4 * 8 + p * 32);
+      for (int p = 0; p < kPieces; ++p) keys[e][p] = load_row(address[lane / 4 + 8 * e] + lane % 4 * 8 + p * 32);
     if constexpr (kValuesEarly) load_values(address, valid);
   }
 };
 
-__global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 4 : 1) gather_kernel(Batch batch, Pages pages, Scores scores, const Half* q, SelectBuffers select,
+__global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 3 : 1) gather_kernel(Batch batch, Pages pages, Scores scores, const Half* q, SelectBuffers select,
                                                                 Merge merge, Half* out, float* lse_out) {
   __shared__ float lse[kGroup];
   __shared__ const Half* address[kGatherWarps][16];
   __shared__ float weight[kGatherWarps][16][kGroup];
-  __shared__ float total[kGroup * kHeadDim];
+  extern __shared__ __align__(16) float parts[];     // [kGatherWarps, kGroup * kHeadDim]
   const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (!(batch.methods >> batch.method[row] & 1)) { wait_previous(); return; }
   const int n = batch.seq_lens[row];
@@ -118,13 +118,14 @@ __global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 4 : 1) gather_k
     if (tile < tiles)
       rows.load(pages, head, __ldcg(samples + min(tile * 16 + lane, count - 1)), count - tile * 16, address[warp]);
   }
-  sum.template reduce<kGatherWarps>(total);
-  merge_splits<kGroup * kHeadDim, kGatherThreads>(merge, pair, split, active, total, 1.f, out + pair * kGroup * kHeadDim);
+  sum.hand_in(parts);
+  merge_splits<kGroup * kHeadDim, kGatherThreads>(merge, pair, split, active, parts, 1.f, out + pair * kGroup * kHeadDim);
 }
 
 cudaError_t gather(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const SelectBuffers& select, const Merge& merge,
                    void* out, float* lse, cudaStream_t stream, bool overlap) {
-  return launch(gather_kernel, dim3(merge.splits, batch.kv_heads, batch.rows), kGatherThreads, 0, stream, overlap, batch, pages, scores,
+  return launch(gather_kernel, dim3(merge.splits, batch.kv_heads, batch.rows), kGatherThreads,
+                kGatherWarps * kGroup * kHeadDim * sizeof(float), stream, overlap, batch, pages, scores,
                 static_cast<const Half*>(q), select, merge, static_cast<Half*>(out), lse);
 }
 

@@ -32,27 +32,22 @@ struct ValueSum {
     }
   }
 
-  // The block's sum, in shared memory: total[HEADS][kHeadDim]. Ends with a barrier.
-  template <int WARPS>
-  __device__ void reduce(float* total) {
+  // Each warp's sum, in shared memory: parts[WARPS][HEADS * kHeadDim]. Ends with a barrier.
+  __device__ void hand_in(float* parts) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h)
+    for (int h = 0; h < HEADS; ++h) {
 #pragma unroll
       for (int k = 0; k < 8; ++k)
 #pragma unroll
         for (int d = kRowsAtOnce / 2; d > 0; d /= 2) sum[h][k] += __shfl_down_sync(kAll, sum[h][k], d * kRowLanes);
-    for (int w = 0; w < WARPS; ++w) {
-      if (warp == w && lane < kRowLanes)
-#pragma unroll
-        for (int h = 0; h < HEADS; ++h)
-#pragma unroll
-          for (int k = 0; k < 8; ++k) {
-            float& slot = total[h * kHeadDim + lane * 8 + k];
-            slot = w == 0 ? sum[h][k] : slot + sum[h][k];
-          }
-      __syncthreads();
+      float4* slot = reinterpret_cast<float4*>(parts + (warp * HEADS + h) * kHeadDim + lane * 8);
+      if (lane < kRowLanes) {
+        slot[0] = make_float4(sum[h][0], sum[h][1], sum[h][2], sum[h][3]);
+        slot[1] = make_float4(sum[h][4], sum[h][5], sum[h][6], sum[h][7]);
+      }
     }
+    __syncthreads();
   }
 };
 
@@ -62,12 +57,18 @@ struct Merge {                    // of `heads` = rows * query or KV heads
   int splits;
 };
 
-// Blocks 0 .. active - 1 of `owner` hand in total[SIZE]; the last one writes out = scale * their sum.
+// Blocks 0 .. active - 1 of `owner` hand in the sum over their warps' parts[SIZE]; the last one writes out = scale * all of it.
 template <int SIZE, int THREADS>
-__device__ void merge_splits(const Merge& merge, int64_t owner, int split, int active, const float* total, float scale, Half* out) {
+__device__ void merge_splits(const Merge& merge, int64_t owner, int split, int active, const float* parts, float scale, Half* out) {
+  const auto block_sum = [&](int i) {
+    float sum = parts[i];
+#pragma unroll
+    for (int w = 1; w < THREADS / 32; ++w) sum += parts[w * SIZE + i];
+    return sum;
+  };
   if (active > 1) {
     float* mine = merge.partial + (owner * merge.splits + split) * SIZE;
-    for (int i = threadIdx.x; i < SIZE; i += THREADS) mine[i] = total[i];
+    for (int i = threadIdx.x; i < SIZE; i += THREADS) mine[i] = block_sum(i);
     __shared__ bool last;
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -79,12 +80,16 @@ __device__ void merge_splits(const Merge& merge, int64_t owner, int split, int a
     __syncthreads();
     if (!last) return;
   }
-  const float* parts = merge.partial + owner * merge.splits * SIZE;
+  const float* all = merge.partial + owner * merge.splits * SIZE;
   for (int i = threadIdx.x; i < SIZE; i += THREADS) {
-    float sum = active > 1 ? 0.f : total[i];
-    if (active > 1)
-#pragma unroll 16
-      for (int s = 0; s < active; ++s) sum += __ldcg(parts + int64_t(s) * SIZE + i);
+    float sum = active > 1 ? 0.f : block_sum(i);
+    for (int s = 0; active > 1 && s < active; s += 8) {
+      float part[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) part[k] = s + k < active ? __ldcg(all + int64_t(s + k) * SIZE + i) : 0.f;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sum += part[k];
+    }
     out[i] = Half(sum * scale);
   }
 }

@@ -16,7 +16,7 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
   const int64_t pair = int64_t(row) * batch.kv_heads + head;
   uint4* histogram = reinterpret_cast<uint4*>(out.histogram + pair * kBins);
   for (int i = part * kLookThreads + threadIdx.x; i < kBins / 4; i += parts * kLookThreads) histogram[i] = uint4{0, 0, 0, 0};
-  for (int i = part * kLookThreads + threadIdx.x; i < out.max_chunks; i += parts * kLookThreads) out.chunk_ready[pair * out.max_chunks + i] = 0;
+  for (int i = part * kLookThreads + threadIdx.x; i < out.max_chunks; i += parts * kLookThreads) out.chunk_sum[pair * out.max_chunks + i] = 0;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4;
   const int looks = parts * kPartKeys, spread = looks - kFirst - kLast;

@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) place_kernel(Batch batch, Se
   const int chunk = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int n = batch.length(row);
   if (int64_t(chunk) * kChunk >= n) { wait_previous(); return; }
-  if (threadIdx.x < 256) exp2[threadIdx.x] = select.exp2[threadIdx.x];
+  if (threadIdx.x < 256) exp2[threadIdx.x] = 2 * select.exp2[threadIdx.x];
   const int first = chunk * kChunk + threadIdx.x * kPerThread;        // this thread's tokens lie in one block
   const int block = first < n ? batch.block_table[row * batch.table_stride + first / block_size] : 0;
   const int64_t pair = int64_t(row) * batch.kv_heads + head;
@@ -51,7 +51,8 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) place_kernel(Batch batch, Se
   const int budget = batch.budget[row];
   wait_previous();
 
-  uint4 codes[2];
+  constexpr uint32_t none = 0x80008000u;             // two excluded codes
+  uint4 codes[2] = {{none, none, none, none}, {none, none, none, none}};
   RateSolver<kPlaceThreads> solver{solver_shared};
   solver.load(select.histogram + pair * kBins);
   if (first < n) {                                   // the scan wrote whole units: codes beyond n are excluded ones
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) place_kernel(Batch batch, Se
   for (int i = 0; i < kPerThread; ++i) {
     const uint32_t pairs[4] = {codes[i / 8].x, codes[i / 8].y, codes[i / 8].z, codes[i / 8].w};
     const int code = int16_t(pairs[i % 8 / 2] >> 16 * (i % 2));
-    pi[i] = first < n && code != kExcluded ? power(exp2, code + rate) : 0;
+    pi[i] = power(exp2, code == kExcluded ? 4 * kExcluded : code + rate);
   }
   int64_t own = 0;
 #pragma unroll
@@ -81,13 +82,9 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) place_kernel(Batch batch, Se
 #pragma unroll
   for (int w = 0; w < kPlaceWarps; ++w) { if (w < warp) before += warp_sum[w]; total += warp_sum[w]; }
 
+  // A published sum carries its own flag, the top bit: no fence between data and flag.
   volatile int64_t* sums = select.chunk_sum + pair * select.max_chunks;
-  volatile int* ready = select.chunk_ready + pair * select.max_chunks;
-  if (threadIdx.x == 0) {
-    sums[chunk] = total;
-    __threadfence();
-    ready[chunk] = 1;
-  }
+  if (threadIdx.x == 0) sums[chunk] = total | INT64_MIN;
   if (select.unit_mass)
     sum_masses(select.unit_mass + (pair * batch.max_units + chunk * kChunkUnits) * select.group,
                min(kChunkUnits, ceil_div(n, kUnit) - chunk * kChunkUnits), select.group,
@@ -95,9 +92,9 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) place_kernel(Batch batch, Se
   int64_t ahead = 0;
   if (chunk > 0) {
     for (int c = threadIdx.x; c < chunk; c += kPlaceThreads) {
-      while (ready[c] == 0) {}
-      __threadfence();
-      ahead += sums[c];
+      int64_t sum;
+      while ((sum = sums[c]) >= 0) {}
+      ahead += sum & INT64_MAX;
     }
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) ahead += __shfl_xor_sync(~0u, ahead, d);

@@ -8,7 +8,7 @@ namespace santa {
 
 void pps(TensorView q, TensorView kv, TensorView block_table, TensorView seq_lens, TensorView method, TensorView budget, TensorView seed,
          TensorView out, ffi::Optional<TensorView> lse, TensorView exp2, TensorView look_parts, TensorView histogram, TensorView codes,
-         TensorView unit_mass, TensorView rate, TensorView chunk_ready, TensorView chunk_sum, TensorView chunk_mass, TensorView sample,
+         TensorView unit_mass, TensorView rate, TensorView chunk_sum, TensorView chunk_mass, TensorView sample,
          TensorView count, TensorView partial, TensorView done, double scale, double soft_cap, int64_t methods, int64_t layer,
          int64_t head_offset) {
   const DLDevice device = q.device();
@@ -19,9 +19,9 @@ void pps(TensorView q, TensorView kv, TensorView block_table, TensorView seq_len
   const Pages pages = make_pages(kv);
   const Scores scores = Scores::make(float(scale), float(soft_cap));
   const int chunks = int(chunk_sum.size(2));
-  const PpsBuffers scan{data<float2>(look_parts), data<unsigned>(histogram), data<int16_t>(codes), data<float2>(unit_mass), data<int>(chunk_ready), chunks};
+  const PpsBuffers scan{data<float2>(look_parts), data<unsigned>(histogram), data<int16_t>(codes), data<float2>(unit_mass), data<int64_t>(chunk_sum), chunks};
   const SelectBuffers select{data<const unsigned>(histogram), data<const int16_t>(codes), data<const float2>(unit_mass), data<const int64_t>(exp2),
-                             data<int>(rate), data<int>(chunk_ready), data<int64_t>(chunk_sum), data<float2>(chunk_mass), data<int4>(sample),
+                             data<int>(rate), data<int64_t>(chunk_sum), data<float2>(chunk_mass), data<int4>(sample),
                              data<int>(count), chunks, int(sample.size(2)), kGroup};
   const Merge merge{data<float>(partial), data<int>(done), int(partial.size(2))};
   const bool overlap = overlaps(device);

@@ -14,7 +14,7 @@ struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV
   unsigned* histogram;            // [P, kBins] of the log-codes
   int16_t* codes;                 // [P, max_units * kUnit]
   float2* unit_mass;              // [P, max_units, group] (e, m): the unit's keys weigh m * 2^e
-  int* chunk_ready;               // [P, max_chunks] of the place kernel
+  int64_t* chunk_sum;             // [P, max_chunks] of the place kernel
   int max_chunks;
 };
 

@@ -7,7 +7,7 @@
 namespace santa {
 
 constexpr int kSampleThreads = 256, kSampleWarps = kSampleThreads / 32;
-constexpr int kDraws = 32;                           // draws a block takes at a time
+constexpr int kDraws = 64;                           // draws a block takes at a time
 
 // The draw's point on [0, S * kOne).
 __device__ int64_t draw_point(const Batch& batch, int row, int head, int n, int method, int64_t budget, int draw) {
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kSampleThreads) sample_points_kernel(Batch bat
   __shared__ int64_t upto[kSampleThreads], scratch[kSampleWarps];
   __shared__ int top_scratch[kSampleWarps];
   __shared__ const Half* address[kDraws];
-  __shared__ float total[kHeadDim];
+  __shared__ __align__(16) float parts[kSampleWarps * kHeadDim];
   launch_next();
   const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int method = batch.method[row];
@@ -103,12 +103,12 @@ __global__ void __launch_bounds__(kSampleThreads) sample_points_kernel(Batch bat
 #pragma unroll
       for (int i = 0; i < kDraws / (kSampleWarps * kRowsAtOnce); ++i) {
         const Half* found = address[(i * kSampleWarps + warp) * kRowsAtOnce + lane / kRowLanes];
-        if (found) values.add(load_stream(found + lane % kRowLanes * 8), &one);
+        if (found) values.add(load_row(found + lane % kRowLanes * 8), &one);
       }
     __syncthreads();
   }
-  values.template reduce<kSampleWarps>(total);
-  merge_splits<kHeadDim, kSampleThreads>(merge, owner, split, max(1, ceil_div(budget, per_block)), total, 1.f / budget, out + owner * kHeadDim);
+  values.hand_in(parts);
+  merge_splits<kHeadDim, kSampleThreads>(merge, owner, split, max(1, ceil_div(budget, per_block)), parts, 1.f / budget, out + owner * kHeadDim);
 }
 
 cudaError_t sample_points(const Batch& batch, const Pages& pages, const Stash& stash, const Merge& merge, void* out, float* lse,

@@ -25,13 +25,13 @@ struct KeyStep {
 
   // `valid`: how many of the lane's eight tokens exist.
   template <int STEP>
-  __device__ __forceinline__ void load(const Half* base, int valid) {
+  __device__ __forceinline__ void load(const Half* base, int valid, uint64_t policy) {
     constexpr int tile = STEP / kRowParts * kStepTiles, part = STEP % kRowParts;
 #pragma unroll
     for (int t = 0; t < 2 * kStepTiles; ++t)
 #pragma unroll
       for (int p = 0; p < kStepPieces; ++p)
-        if (2 * tile + t < valid) piece[t][p] = load_stream(base + (2 * tile + t) * (2 * kHeadDim) + (part * kStepPieces + p) * 32);
+        if (2 * tile + t < valid) piece[t][p] = load_once(base + (2 * tile + t) * (2 * kHeadDim) + (part * kStepPieces + p) * 32, policy);
   }
 
   template <int STEP>
@@ -44,11 +44,11 @@ struct KeyStep {
 
 template <int STEP, class Load>
 __device__ __forceinline__ void run_steps(KeyStep (&keys)[2], float (&acc)[4][kColumns][4], const Query& query, const Half* base, int valid,
-                                          const Load& load_next_unit) {
-  if constexpr (STEP + 1 < kSteps) keys[(STEP + 1) % 2].template load<STEP + 1>(base, valid);
+                                          uint64_t policy, const Load& load_next_unit) {
+  if constexpr (STEP + 1 < kSteps) keys[(STEP + 1) % 2].template load<STEP + 1>(base, valid, policy);
   else load_next_unit();
   keys[STEP % 2].template multiply_into<STEP>(acc, query);
-  if constexpr (STEP + 1 < kSteps) run_steps<STEP + 1>(keys, acc, query, base, valid, load_next_unit);
+  if constexpr (STEP + 1 < kSteps) run_steps<STEP + 1>(keys, acc, query, base, valid, policy, load_next_unit);
 }
 
 // Calls epilogue.begin() once the first keys are on their way, then epilogue(unit, UnitScores) for each of the warp's units.
@@ -71,20 +71,21 @@ __device__ void score_segment(const Batch& batch, const Pages& pages, const Scor
   for (int t = 0; t < 2 * kStepTiles; ++t)
 #pragma unroll
     for (int p = 0; p < kStepPieces; ++p) keys[0].piece[t][p] = keys[1].piece[t][p] = uint4{0, 0, 0, 0};
+  const uint64_t policy = evict_first();
   const Half* base = address(block_of(unit), unit);
   int next_block = block_of(unit + kScoreWarps);
-  keys[0].load<0>(base, s.length - unit * kUnit - r * 8);
+  keys[0].load<0>(base, s.length - unit * kUnit - r * 8, policy);
   epilogue.begin(s);
 
   for (; unit < s.last; unit += kScoreWarps) {
     const int valid = s.length - unit * kUnit - r * 8;
     float acc[4][kColumns][4] = {};
     const Half* next_base = base;
-    run_steps<0>(keys, acc, query, base, valid, [&] {
+    run_steps<0>(keys, acc, query, base, valid, policy, [&] {
       const int next = unit + kScoreWarps;
       if (next < s.last) {
         next_base = address(next_block, next);
-        keys[0].load<0>(next_base, s.length - next * kUnit - r * 8);
+        keys[0].load<0>(next_base, s.length - next * kUnit - r * 8, policy);
         next_block = block_of(next + kScoreWarps);
       }
     });

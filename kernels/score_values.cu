@@ -28,7 +28,7 @@ struct ValueEpilogue {
       for (int d = 4; d < 32; d *= 2) mass += __shfl_xor_sync(kAll, mass, d);
       if (head_of(h, lane) >= kGroup) continue;
       const int64_t head = (first_head + head_of(h, lane)) * batch.max_units + unit;
-      *reinterpret_cast<uint4*>(out.weight + head * kUnit + lane / 4 * 8) = uint4{words[0], words[1], words[2], words[3]};
+      store16(out.weight + head * kUnit + lane / 4 * 8, uint4{words[0], words[1], words[2], words[3]});
       if (lane < 4) out.unit[head] = make_int2(exponents.e[h], mass);
     }
   }

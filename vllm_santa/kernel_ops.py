@@ -64,7 +64,7 @@ class PpsWorkspace:
         self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
         units, chunks = -(-max_context // UNIT), -(-max_context // CHUNK)
         samples = max_budget + max_budget // 16 + 2  # bins are counted at their middle: off by at most 4.4 %
-        splits = min(64, -(-samples // 64))
+        splits = max(1, min(64, -(-samples // 64), 1024 // (rows * kv_heads)))
 
         def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
@@ -75,7 +75,6 @@ class PpsWorkspace:
         self.codes = empty(*pair, units * UNIT, dtype=torch.int16)
         self.unit_mass = empty(*pair, units, shape.group, 2)
         self.rate = empty(*pair, dtype=torch.int32)
-        self.chunk_ready = empty(*pair, chunks, dtype=torch.int32)
         self.chunk_sum = empty(*pair, chunks, dtype=torch.int64)
         self.chunk_mass = empty(*pair, chunks, shape.group, 2)
         self.sample = empty(*pair, samples, 4, dtype=torch.int32)
@@ -86,7 +85,7 @@ class PpsWorkspace:
     def buffers(self) -> tuple[Tensor, ...]:
         """In the order the kernels take them."""
         return (
-            self.look, self.histogram, self.codes, self.unit_mass, self.rate, self.chunk_ready, self.chunk_sum, self.chunk_mass,
+            self.look, self.histogram, self.codes, self.unit_mass, self.rate, self.chunk_sum, self.chunk_mass,
             self.sample, self.count, self.partial, self.done,
         )  # fmt: skip
 
@@ -96,8 +95,8 @@ class ValuesWorkspace:
 
     def __init__(self, rows: int, kv_heads: int, shape: Shape, max_context: int, max_budget: int, device: torch.device | str = "cuda"):
         self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
-        units, splits = -(-max_context // UNIT), min(64, -(-max_budget // 32))
         head = (rows, kv_heads * shape.group)
+        units, splits = -(-max_context // UNIT), max(1, min(64, -(-max_budget // 64), 1024 // (head[0] * head[1])))
         self.weight = torch.empty(*head, units * UNIT, dtype=torch.int16, device=device)
         self.unit = torch.empty(*head, units, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(*head, splits, shape.head_dim, device=device)
