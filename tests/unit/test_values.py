@@ -151,6 +151,14 @@ def test_rows_do_not_see_each_other(method: Method) -> None:
         assert torch.equal(together[i, j], value_weights(method, scores[i, j], budget[i, j], numbers[i, j]))
 
 
+def test_order_of_tiles_changes_no_rate() -> None:
+    """Z is a sum of integers: whatever order tiles are added in, every token keeps its expected copies to the bit."""
+    scores = torch.randn(40, GROUP, generator=torch.Generator().manual_seed(4)) * 9
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(5))
+    here, there = (expected_copies(stash_scores(x.flatten()), torch.tensor(128)).view(40, GROUP) for x in (scores, scores[order]))
+    assert torch.equal(here[order], there)
+
+
 @pytest.mark.parametrize("n", [1 << 20, 1 << 23])
 @pytest.mark.parametrize("spread", [0.0, 8.0])
 def test_rates_of_long_rows(n: int, spread: float) -> None:

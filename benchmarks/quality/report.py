@@ -1,0 +1,141 @@
+"""Pictures and Markdown tables of the attention-error study: `python -m benchmarks.quality.report`.
+
+Reads benchmarks/results/error-*.json, writes docs/images/error-*.png, and prints the tables that docs/quality.md quotes.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import typer
+from matplotlib.axes import Axes
+from matplotlib.ticker import PercentFormatter
+
+ROOT = Path(__file__).parents[2]
+VALUE_METHODS = ("santa", "strat", "sys", "flash", "pps")
+SELECTIONS = ("ssa", "ssa_fixed", "topk", "uniform_tail", "oracle_topk")
+OTHERS = ("ssa, with replacement", "ssa, exact proxy", "ssa, per query head", "ssa_fixed, per query head", "topk, per query head")
+COLOURS = dict(zip((*VALUE_METHODS, *SELECTIONS), plt.get_cmap("tab10").colors, strict=True))
+LABELS = {"sys": "sys, prop", "ssa": "ssa (ours, adaptive)", "pps": "pps (ours)", "oracle_topk": "oracle top-k", "topk": "top-k (PQ)"}
+
+
+@dataclass(frozen=True)
+class Study:
+    """One JSON file."""
+
+    report: dict[str, Any]
+
+    @property
+    def title(self) -> str:
+        other = "" if self.report["codebook_text"] == "other-essays" else f", codebook from {self.report['codebook_text']}"
+        return f"{self.report['model']}, {self.report['context']:,} tokens{other}"
+
+    def rows(self, method: str) -> list[dict[str, Any]]:
+        """A method's rows, by budget."""
+        return sorted((row for row in self.report["rows"] if row["method"] == method), key=lambda row: row["budget"])
+
+
+def load(folder: Path) -> list[Study]:
+    """All studies in a folder, by model and context."""
+    studies = [Study(json.loads(path.read_text())) for path in folder.glob("error-*.json")]
+    return sorted(studies, key=lambda study: (_size(study.report["model"]), study.report["context"], study.title))
+
+
+def _size(model: str) -> float:
+    number = model.rpartition("-")[2]
+    return float(number[:-1]) * (1000 if number.endswith("b") else 1)
+
+
+def _panels(studies: list[Study], title: str) -> tuple[plt.Figure, list[Axes]]:
+    figure, axes = plt.subplots(1, len(studies), figsize=(4.2 * len(studies), 4.2), sharey=True, squeeze=False, layout="constrained")
+    figure.suptitle(title)
+    for axis, study in zip(axes[0], studies, strict=True):
+        axis.set(xscale="log", yscale="log", title=study.title)
+        axis.grid(True, which="both", alpha=0.25)
+    axes[0][0].set_ylabel("relative L2 error of the output, mean")
+    return figure, list(axes[0])
+
+
+def _line(axis: Axes, x: list[float], rows: list[dict[str, Any]], method: str) -> None:
+    ours = method in ("pps", "ssa")
+    axis.plot(
+        x, [row["mean"] for row in rows], "o-", ms=4, lw=2.5 if ours else 1.3, color=COLOURS[method], label=LABELS.get(method, method)
+    )
+
+
+def draw_value_methods(studies: list[Study], path: Path) -> None:
+    """Error against the rows of V read per KV head."""
+    figure, axes = _panels(studies, "The SANTA family: all of K, few rows of V")
+    for axis, study in zip(axes, studies, strict=True):
+        for method in VALUE_METHODS:
+            rows = study.rows(method)
+            _line(axis, [row["value_rows"] for row in rows], rows, method)
+        axis.set_xlabel("rows of V read per KV head")
+    axes[-1].legend()
+    figure.savefig(path, dpi=110)
+
+
+def draw_selections(studies: list[Study], path: Path) -> None:
+    """Error against the budget, SSA beside its comparators."""
+    figure, axes = _panels(studies, "The SSA family: PQ codes choose the rows of K and V (128 + 128 more are always read)")
+    for axis, study in zip(axes, studies, strict=True):
+        for method in SELECTIONS:
+            rows = study.rows(method)
+            _line(axis, [row["budget"] for row in rows], rows, method)
+        axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=1))
+        axis.set_xlabel("budget, share of the context")
+    axes[-1].legend()
+    figure.savefig(path, dpi=110)
+
+
+def selection_table(study: Study) -> str:
+    """Mean / 95th percentile of every method whose budget is a share of the context."""
+    budgets = [row["budget"] for row in study.rows("ssa")]
+    lines = [f"| {study.title} | " + " | ".join(f"{budget:.1%}" for budget in budgets) + " |", "|---" * (len(budgets) + 1) + "|"]
+    for method in ("pps", *SELECTIONS, *OTHERS):
+        name = f"**{method}**" if method in ("ssa", "pps") else method
+        lines.append(f"| {name} | " + " | ".join(f"{row['mean']:.3f} / {row['p95']:.2f}" for row in study.rows(method)) + " |")
+    return "\n".join(lines)
+
+
+def draws_table(study: Study) -> str:
+    """Mean error (rows of V read per KV head) of every method whose budget is a number of draws."""
+    budgets = [row["budget"] for row in study.rows("santa")]
+    lines = [f"| {study.title}: S | " + " | ".join(map(str, budgets)) + " |", "|---" * (len(budgets) + 1) + "|"]
+    for method in VALUE_METHODS[:-1]:
+        cells = (f"{row['mean']:.3f} ({row['value_rows']:.0f})" for row in study.rows(method))
+        lines.append(f"| {LABELS.get(method, method)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def bernoulli_table(study: Study) -> str:
+    """Error and K access of Bernoulli queries."""
+    lines = [f"| {study.title} | B | K features, head | group | error | with sys 128 |", "|---|---|---|---|---|---|"]
+    for name in ("Bernoulli, per head", "Bernoulli, mean group query"):
+        for row, sampled in zip(study.rows(name), study.rows(f"{name} + sys 128"), strict=True):
+            shares = f"{row['key_features_per_head']:.0%} | {row['key_features_per_group']:.0%}"
+            lines.append(f"| {name} | {row['budget']} | {shares} | {row['mean']:.3f} | {sampled['mean']:.3f} |")
+    return "\n".join(lines)
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = ROOT / "benchmarks" / "results",
+    images: Annotated[Path, typer.Option(help="Folder of the pictures.")] = ROOT / "docs" / "images",
+) -> None:
+    """Draw the pictures and print the tables."""
+    studies = load(results)
+    images.mkdir(parents=True, exist_ok=True)
+    plain = [study for study in studies if study.report["codebook_text"] == "other-essays"]
+    draw_value_methods(plain, images / "error-values.png")
+    draw_selections(plain, images / "error-selections.png")
+    for table in (selection_table, draws_table, bernoulli_table):
+        print("\n\n".join(map(table, studies)), end="\n\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
