@@ -22,6 +22,8 @@ OPTIONS = ("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "8
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Threads that wait must not spin: on a busy machine they take the core from the thread they wait for.
+    "OMP_WAIT_POLICY": "PASSIVE",
     # Codebooks are trained within one step, which takes about a minute of two idle cores.
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1800",
     "HF_HUB_OFFLINE": "1",
