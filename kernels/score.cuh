@@ -1,104 +1,162 @@
 // The K scan: every warp takes units of 64 tokens of a segment, reads their keys once and hands the scores to a stage's epilogue.
 //
-// Lane (r, c) owns tokens 8r .. 8r + 7 of the unit for the heads of its columns: they lie in one block, so one address and constant
-// offsets serve all loads, and what a lane stores about its tokens is one wide word. The next step's keys are always in flight.
+// Keys come row by row, whole rows at a time, into a small ring of the warp's own in shared memory, two steps ahead. Lane (r, c) owns
+// tokens 8r .. 8r + 7 of the unit for the heads of its columns, so what it stores about them is one wide word.
 #pragma once
 #include "schedule.cuh"
 #include "tile.cuh"
 
 namespace santa {
 
+#ifndef SANTA_STAGES
+#define SANTA_STAGES 3         // a build for GPUs with 100 KB of shared memory takes 2
+#endif
 constexpr int kScoreThreads = 256;
 constexpr int kScoreWarps = kScoreThreads / 32;
-constexpr int kScoreBlocks = kHeadDim <= 128 && kColumns == 1 ? 2 : 1;      // blocks a multiprocessor holds
+constexpr int kScoreBlocks = kColumns == 1 ? 2 : 1;       // blocks a multiprocessor holds
 constexpr int kRowParts = kHeadDim == 256 ? 2 : 1;                          // steps a tile of 16 keys is read in
 constexpr int kStepTiles = kHeadDim == 64 ? 2 : 1;                          // tiles read in one step
-constexpr int kSteps = 4 * kRowParts / kStepTiles;
-constexpr int kStepPieces = kPieces / kRowParts;
+constexpr int kSteps = 4 * kRowParts / kStepTiles;                          // of a unit
+constexpr int kStepPieces = kPieces / kRowParts;                            // 16-byte pieces of a row per lane and step
+constexpr int kStepChunks = 4 * kStepPieces;                                // 16-byte chunks of a row per step
+constexpr int kRowSlots = kStepChunks == 12 ? 16 : kStepChunks;             // the same in shared memory: a power of two
+constexpr int kStageBytes = 4096;
+constexpr int kStages = SANTA_STAGES;                                       // steps of keys in shared memory
+constexpr int kAhead = kStages - 1;                                         // of which are on their way
+constexpr int kRingBytes = kScoreWarps * kStages * kStageBytes;
+static_assert(kAhead <= kSteps && 16 * kStepTiles * kRowSlots * 16 == kStageBytes);
 
 struct UnitScores {
   float x[8][kHeadSlots];      // token 8r + i, head 8 * (s / 2) + 2c + s % 2; -inf beyond the row's length
 };
 
-struct KeyStep {
-  uint4 piece[2 * kStepTiles][kStepPieces];
+// A lane's share of a unit: the address of token 8r, and how many of its eight tokens exist.
+struct LaneKeys {
+  const Half* base;
+  int valid;
+};
 
-  // `valid`: how many of the lane's eight tokens exist.
-  template <int STEP>
-  __device__ __forceinline__ void load(const Half* base, int valid, uint64_t policy) {
-    constexpr int tile = STEP / kRowParts * kStepTiles, part = STEP % kRowParts;
-#pragma unroll
-    for (int t = 0; t < 2 * kStepTiles; ++t)
-#pragma unroll
-      for (int p = 0; p < kStepPieces; ++p)
-        if (2 * tile + t < valid) piece[t][p] = load_once(base + (2 * tile + t) * (2 * kHeadDim) + (part * kStepPieces + p) * 32, policy);
+// The warp's ring of key steps. A step holds rows 2r and 2r + 1 = tokens 8r + i, 8r + i + 1 of every r; chunk k of row j lies in slot
+// k ^ 4 (j / 2 % 2), so that lanes reading a fragment meet in no bank.
+struct KeyRing {
+  uint32_t base;
+  uint64_t policy;
+  int put = 0, get = 0;
+
+  __device__ explicit KeyRing(char* shared) {
+    base = uint32_t(__cvta_generic_to_shared(shared)) + threadIdx.x / 32 * (kStages * kStageBytes);
+    policy = evict_first();
   }
 
   template <int STEP>
-  __device__ __forceinline__ void multiply_into(float (&acc)[4][kColumns][4], const Query& query) const {
+  __device__ __forceinline__ void request(const LaneKeys& unit) {
     constexpr int tile = STEP / kRowParts * kStepTiles, part = STEP % kRowParts;
+    const int lane = threadIdx.x % 32;
+    const uint32_t to = base + put * kStageBytes;
 #pragma unroll
-    for (int t = 0; t < kStepTiles; ++t) multiply<part * kStepPieces, kStepPieces>(acc[tile + t], piece[2 * t], piece[2 * t + 1], query);
+    for (int j = 0; j < 16 * kStepTiles * kStepChunks / 32; ++j) {
+      const int index = j * 32 + lane, row = index / kStepChunks, chunk = index % kStepChunks;
+      const int within = row % 16, r = within / 2, i = 2 * (tile + row / 16) + within % 2;      // token 8r + i
+      const Half* from = reinterpret_cast<const Half*>(__shfl_sync(kAll, reinterpret_cast<uint64_t>(unit.base), 4 * r));
+      const int valid = __shfl_sync(kAll, unit.valid, 4 * r);
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to + (row * kRowSlots + (chunk ^ r % 2 * 4)) * 16),
+                   "l"(from + i * (2 * kHeadDim) + (part * kStepChunks + chunk) * 8), "r"(i < valid ? 16 : 0), "l"(policy)
+                   : "memory");
+    }
+    put = put + 1 == kStages ? 0 : put + 1;
+  }
+  __device__ __forceinline__ static void close() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+  // Wait for the oldest step; the slot of the one before it is free then.
+  __device__ __forceinline__ static void wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kAhead - 1) : "memory");
+    __syncwarp();
+  }
+
+  template <int STEP>
+  __device__ __forceinline__ void multiply_into(float (&acc)[4][kColumns][4], const Query& query) {
+    constexpr int tile = STEP / kRowParts * kStepTiles, part = STEP % kRowParts;
+    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+    const uint32_t from = base + get * kStageBytes + (2 * r * kRowSlots + c) * 16, flip = r % 2 * 64;
+    get = get + 1 == kStages ? 0 : get + 1;
+#pragma unroll
+    for (int t = 0; t < kStepTiles; ++t) {
+      uint4 piece[2][kStepPieces];
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+#pragma unroll
+        for (int p = 0; p < kStepPieces; ++p) {
+          uint4& v = piece[e][p];
+          const uint32_t at = from + (16 * t + e) * kRowSlots * 16 + (p * 64 ^ flip);
+          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+        }
+      multiply<part * kStepPieces, kStepPieces>(acc[tile + t], piece[0], piece[1], query);
+    }
   }
 };
 
-template <int STEP, class Load>
-__device__ __forceinline__ void run_steps(KeyStep (&keys)[2], float (&acc)[4][kColumns][4], const Query& query, const Half* base, int valid,
-                                          uint64_t policy, const Load& load_next_unit) {
-  if constexpr (STEP + 1 < kSteps) keys[(STEP + 1) % 2].template load<STEP + 1>(base, valid, policy);
-  else load_next_unit();
-  keys[STEP % 2].template multiply_into<STEP>(acc, query);
-  if constexpr (STEP + 1 < kSteps) run_steps<STEP + 1>(keys, acc, query, base, valid, policy, load_next_unit);
+template <int STEP>
+__device__ __forceinline__ void first_requests(KeyRing& ring, const LaneKeys& unit) {
+  if constexpr (STEP < kAhead) {
+    ring.request<STEP>(unit);
+    ring.close();
+    first_requests<STEP + 1>(ring, unit);
+  }
+}
+
+template <int STEP>
+__device__ __forceinline__ void run_steps(KeyRing& ring, float (&acc)[4][kColumns][4], const Query& query, const LaneKeys& unit,
+                                          const LaneKeys& next, bool more) {
+  if constexpr (STEP < kSteps) {
+    constexpr int ahead = STEP + kAhead;
+    ring.wait();
+    if constexpr (ahead < kSteps) ring.request<ahead>(unit);
+    else if (more) ring.request<ahead - kSteps>(next);
+    ring.close();
+    ring.multiply_into<STEP>(acc, query);
+    run_steps<STEP + 1>(ring, acc, query, unit, next, more);
+  }
 }
 
 // Calls epilogue.begin() once the first keys are on their way, then epilogue(unit, UnitScores) for each of the warp's units.
 template <class Epilogue>
 __device__ void score_segment(const Batch& batch, const Pages& pages, const Scores& scores, const Query& query, const Segment& s,
-                              Epilogue& epilogue) {
-  const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
+                              KeyRing& ring, Epilogue& epilogue) {
+  const int r = threadIdx.x % 32 / 4;
   const int* table = batch.block_table + s.row * batch.table_stride;
-  const int64_t head_offset = int64_t(s.head) * pages.block_size * (2 * kHeadDim) + c * 8;
-  const auto token_of = [&](int unit) { return min(unit * kUnit + r * 8, s.length - 1); };
-  const auto block_of = [&](int unit) { return table[token_of(min(unit, s.last - 1)) / pages.block_size]; };
-  const auto address = [&](int block, int unit) {
-    return static_cast<const Half*>(pages.kv) + int64_t(block) * pages.page_stride + head_offset + token_of(unit) % pages.block_size * (2 * kHeadDim);
+  const Half* keys = static_cast<const Half*>(pages.kv) + int64_t(s.head) * pages.block_size * (2 * kHeadDim);
+  const auto token_of = [&](int unit) { return min(min(unit, s.last - 1) * kUnit + r * 8, s.length - 1); };
+  const auto block_of = [&](int unit) { return table[token_of(unit) / pages.block_size]; };
+  const auto place = [&](int unit, int block) {
+    return LaneKeys{keys + int64_t(block) * pages.page_stride + token_of(unit) % pages.block_size * (2 * kHeadDim),
+                    s.length - unit * kUnit - r * 8};
   };
 
   int unit = s.first + threadIdx.x / 32;
   if (unit >= s.last) { epilogue.begin(s); return; }
-  KeyStep keys[2];
-#pragma unroll
-  for (int t = 0; t < 2 * kStepTiles; ++t)
-#pragma unroll
-    for (int p = 0; p < kStepPieces; ++p) keys[0].piece[t][p] = keys[1].piece[t][p] = uint4{0, 0, 0, 0};
-  const uint64_t policy = evict_first();
-  const Half* base = address(block_of(unit), unit);
+  LaneKeys mine = place(unit, block_of(unit));
   int next_block = block_of(unit + kScoreWarps);
-  keys[0].load<0>(base, s.length - unit * kUnit - r * 8, policy);
+  first_requests<0>(ring, mine);
   epilogue.begin(s);
-
   for (; unit < s.last; unit += kScoreWarps) {
-    const int valid = s.length - unit * kUnit - r * 8;
+    const int next = unit + kScoreWarps;
+    const LaneKeys following = place(next, next_block);
+    next_block = block_of(next + kScoreWarps);
     float acc[4][kColumns][4] = {};
-    const Half* next_base = base;
-    run_steps<0>(keys, acc, query, base, valid, policy, [&] {
-      const int next = unit + kScoreWarps;
-      if (next < s.last) {
-        next_base = address(next_block, next);
-        keys[0].load<0>(next_base, s.length - next * kUnit - r * 8, policy);
-        next_block = block_of(next + kScoreWarps);
-      }
-    });
-    base = next_base;
+    run_steps<0>(ring, acc, query, mine, following, next < s.last);
     UnitScores u;
 #pragma unroll
     for (int t = 0; t < 4; ++t)
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) u.x[2 * t + e / 2][2 * j + e % 2] = 2 * t + e / 2 < valid ? scores(acc[t][j][e]) : -INFINITY;
+        for (int e = 0; e < 4; ++e) u.x[2 * t + e / 2][2 * j + e % 2] = 2 * t + e / 2 < mine.valid ? scores(acc[t][j][e]) : -INFINITY;
     epilogue(unit, u);
+    mine = following;
   }
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncwarp();
+  ring.put = ring.get = 0;
 }
 
 // A unit's exponent per head: floor(max) + 1, kNotFinite if a score is NaN or +inf, kNoExponent if all are -inf. Scores become 2^(x - e).

@@ -82,7 +82,8 @@ struct CodeEpilogue {
 };
 
 __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_codes_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers out) {
-  extern __shared__ int before[];
+  extern __shared__ __align__(128) char shared[];
+  int* before = reinterpret_cast<int*>(shared + kRingBytes);
   __shared__ __align__(16) unsigned histogram[kBins];
   for (int b = threadIdx.x; b < kBins; b += kScoreThreads) histogram[b] = 0;
   count_units<kScoreThreads>(batch, before);
@@ -92,12 +93,13 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_codes_kerne
   const int64_t end = units * (blockIdx.x + 1) / gridDim.x;
   CodeEpilogue epilogue{batch, out, histogram, int(threadIdx.x % 32)};
   if (at == end) wait_previous();
+  KeyRing ring(shared);
   while (at < end) {
     const Segment s = segment_at(batch, before, at, end);
     const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
     Query query;
     query.load(q + pair * kGroup * kHeadDim, threadIdx.x % 32);
-    score_segment(batch, pages, scores, query, s, epilogue);
+    score_segment(batch, pages, scores, query, s, ring, epilogue);
     __syncthreads();
     unsigned* total = out.histogram + pair * kBins;
     for (int b = threadIdx.x * 4; b < kBins; b += kScoreThreads * 4) {
@@ -116,7 +118,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_codes_kerne
 
 cudaError_t score_codes(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const PpsBuffers& out, int blocks,
                         cudaStream_t stream, bool overlap) {
-  return launch(score_codes_kernel, dim3(blocks), kScoreThreads, (batch.rows + 1) * sizeof(int), stream, overlap, batch, pages, scores,
+  return launch(score_codes_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int), stream, overlap, batch, pages, scores,
                 static_cast<const Half*>(q), out);
 }
 

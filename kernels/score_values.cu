@@ -35,25 +35,27 @@ struct ValueEpilogue {
 };
 
 __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_values_kernel(Batch batch, Pages pages, Scores scores, const Half* q, Stash out) {
-  extern __shared__ int before[];
+  extern __shared__ __align__(128) char shared[];
+  int* before = reinterpret_cast<int*>(shared + kRingBytes);
   count_units<kScoreThreads>(batch, before);
   launch_next();
   const int64_t units = int64_t(before[batch.rows]) * batch.kv_heads;
   int64_t at = units * blockIdx.x / gridDim.x;
   const int64_t end = units * (blockIdx.x + 1) / gridDim.x;
   ValueEpilogue epilogue{batch, out, int(threadIdx.x % 32)};
+  KeyRing ring(shared);
   while (at < end) {
     const Segment s = segment_at(batch, before, at, end);
     Query query;
     query.load(q + (int64_t(s.row) * batch.kv_heads + s.head) * kGroup * kHeadDim, threadIdx.x % 32);
-    score_segment(batch, pages, scores, query, s, epilogue);
+    score_segment(batch, pages, scores, query, s, ring, epilogue);
     at += s.last - s.first;
   }
 }
 
 cudaError_t score_values(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const Stash& out, int blocks,
                          cudaStream_t stream) {
-  return launch(score_values_kernel, dim3(blocks), kScoreThreads, (batch.rows + 1) * sizeof(int), stream, false, batch, pages, scores,
+  return launch(score_values_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int), stream, false, batch, pages, scores,
                 static_cast<const Half*>(q), out);
 }
 
