@@ -58,7 +58,7 @@ def measure(codebooks: dict[int, Codebook] | None, layers: Layers) -> Error:
     for index, layer in layers.items():
         last = layer.keys.shape[0] - 1
         for position in torch.linspace(last / 2, last, QUERIES).long().tolist():
-            errors.append(_errors(codebooks and codebooks[index], layer, position))
+            errors.append(_errors(codebooks[index] if codebooks else None, layer, position))
     mean = torch.stack(errors).mean(0).tolist()
     return Error(mean[0], tuple(mean[1:]))
 
@@ -93,7 +93,9 @@ def study(captured: dict[str, Layers], progress: Progress) -> list[dict[str, obj
     """Every comparison, a row each. The first captured text is measured; the second trains, unless a row says otherwise."""
     measured, training = list(captured.values())[:2]
     names = {name: "the measured text itself" if layers is measured else name for name, layers in captured.items()}
-    cases = [("transform", name, m, training, None) for name in VARIANTS for m in (SUBSPACES if name in COMPARED else (16,))]
+    cases: list[tuple[str, str, int, Layers, int | None]] = []
+    for name in VARIANTS:
+        cases += [("transform", name, subspaces, training, None) for subspaces in (SUBSPACES if name in COMPARED else (16,))]
     cases += [("training text", names[name], 16, layers, None) for name, layers in captured.items()]
     cases += [("training tokens", str(tokens), 16, training, tokens) for tokens in TRAINING_TOKENS]
     rows = [_row("transform", "exact scores as proxy", None, measure(None, measured))]
