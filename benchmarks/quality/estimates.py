@@ -20,6 +20,7 @@ FRACTIONS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
 DRAWS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 BERNOULLI_SAMPLES = (4, 8, 16, 32)
 SETTINGS = SelectionSettings()
+TAIL_PRIOR = 20  # "ssa, shrunk tail", an experiment: weights of tokens with π < 1 times k / (k + this), less variance for some bias
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,10 @@ def _selections(problem: Problem, scores: Tensor, dense: Tensor, repeats: int) -
             numbers = problem.random(tries, Stream.selection, heads, k)
             selection = select(problem.proxies.expand(tries, -1, -1, -1), scores.expand(tries, -1, -1, -1), budget[:tries], numbers)
             yield _importance(name, fraction, selection, scores, problem, dense)
+            if name == "ssa":
+                tail = torch.where(selection.probability < 1, k / (k + TAIL_PRIOR), 1.0)
+                shrunk = Selection(selection.taken, selection.probability / tail)
+                yield _importance("ssa, shrunk tail", fraction, shrunk, scores, problem, dense)
         # The paper's own form: every query head selects for itself, k/G rows each, so that no more rows are read per KV head.
         numbers = problem.random(repeats, Stream.selection, heads * group, k).unflatten(1, (heads, group))
         alone = problem.proxies.unsqueeze(-2).expand(repeats, -1, -1, -1, -1)

@@ -19,7 +19,14 @@ from matplotlib.ticker import PercentFormatter
 ROOT = Path(__file__).parents[2]
 VALUE_METHODS = ("santa", "strat", "sys", "flash", "pps")
 SELECTIONS = ("ssa", "ssa_fixed", "topk", "uniform_tail", "oracle_topk")
-OTHERS = ("ssa, with replacement", "ssa, exact proxy", "ssa, per query head", "ssa_fixed, per query head", "topk, per query head")
+OTHERS = (
+    "ssa, shrunk tail",
+    "ssa, with replacement",
+    "ssa, exact proxy",
+    "ssa, per query head",
+    "ssa_fixed, per query head",
+    "topk, per query head",
+)
 COLOURS = dict(zip((*VALUE_METHODS, *SELECTIONS), plt.get_cmap("tab10").colors, strict=True))
 LABELS = {"sys": "sys, prop", "ssa": "ssa (ours, adaptive)", "pps": "pps (ours)", "oracle_topk": "oracle top-k", "topk": "top-k (PQ)"}
 
@@ -97,7 +104,8 @@ def selection_table(study: Study) -> str:
     """Mean / 95th percentile of every method whose budget is a share of the context."""
     budgets = [row["budget"] for row in study.rows("ssa")]
     lines = [f"| {study.title} | " + " | ".join(f"{budget:.1%}" for budget in budgets) + " |", "|---" * (len(budgets) + 1) + "|"]
-    for method in ("pps", *SELECTIONS, *OTHERS):
+    measured = {row["method"] for row in study.report["rows"]}
+    for method in (name for name in ("pps", *SELECTIONS, *OTHERS) if name in measured):
         name = f"**{method}**" if method in ("ssa", "pps") else method
         lines.append(f"| {name} | " + " | ".join(f"{row['mean']:.3f} / {row['p95']:.2f}" for row in study.rows(method)) + " |")
     return "\n".join(lines)
