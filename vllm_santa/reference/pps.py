@@ -1,4 +1,8 @@
-"""pps (DESIGN §3): SANTA without wasted samples. Distinct V rows per KV head, π = min(1, λ q) from exact scores, systematic."""
+"""pps, ours: SANTA (arXiv 2605.01910) without repeated draws, by the selection of SSA §2.
+
+Probability-proportional-to-size sampling: distinct rows of V per KV head, π = min(1, λ q) from exact scores, placed systematically; the
+Horvitz-Thompson sum Σ (p/π) v over the rows taken is unbiased.
+"""
 
 import torch
 from torch import Tensor

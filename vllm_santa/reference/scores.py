@@ -16,8 +16,8 @@ def exact_scores(query: Tensor, key: Tensor, scale: float, soft_cap: float = 0.0
 def group_mixture(scores: Tensor, included: Tensor, uniform_share: float = 0.0) -> Tensor:
     """The proposal q of a KV head: the mean over its query heads of softmax(scores), mixed with a uniform share.
 
-    One mixture keeps every head's estimator valid; the uniform share bounds 1/π (DESIGN: a defensive mixture, without the bias of
-    SSA's clamp of π).
+    One mixture keeps every head's estimator valid. The uniform share, a defensive mixture (Hesterberg 1995), bounds 1/π without the bias
+    of SSA's clamp of π at 1e-4 (SSA §3).
     scores: [..., G, n] float32, natural-log units. included: [..., n] bool. Returns [..., n] float32, 0 where not included.
     """
     weights = softmax_or_zero(scores.masked_fill(~included.unsqueeze(-2), -torch.inf)).mean(-2)
