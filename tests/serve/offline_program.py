@@ -1,10 +1,12 @@
-"""What a user of vLLM's `LLM` writes, with two requests. Prints one JSON line: `offline_program.py MODEL`."""
+"""What a user of vLLM's `LLM` writes, with two requests. Writes one JSON file: `offline_program.py MODEL OUTPUT`."""
 
 import json
 import sys
+from pathlib import Path
 
 from tiny_model import prompt
 from vllm import LLM, SamplingParams
+from vllm.exceptions import VLLMValidationError
 
 
 def main() -> None:
@@ -19,9 +21,9 @@ def main() -> None:
     refused = None
     try:
         llm.generate([{"prompt_token_ids": [1, 2, 3]}], SamplingParams(extra_args={"santa_budget": 0}), use_tqdm=False)
-    except ValueError as error:
+    except VLLMValidationError as error:
         refused = str(error)
-    print(json.dumps({"answers": answers, "refused": refused}))
+    Path(sys.argv[2]).write_text(json.dumps({"answers": answers, "refused": refused}))
 
 
 if __name__ == "__main__":

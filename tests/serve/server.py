@@ -149,13 +149,12 @@ class Server:
         raise AssertionError(f"the server did not serve within {seconds} s:\n{self.log_tail()}")
 
     def _stop(self) -> None:
-        for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):
+        for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):  # the second also ends workers that outlive their parent
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
-        with contextlib.suppress(ProcessLookupError):  # workers that outlive their parent
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._http.close()
 
     def log_tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text().splitlines()[-lines:])

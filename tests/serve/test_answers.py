@@ -27,6 +27,7 @@ def alone(server: Server) -> list[Answer]:
 def test_vllm_says_which_backend_runs(server: Server) -> None:
     log = server.log.read_text()
     assert "SANTA policy: " in log
+    assert "SANTA backend: policy " in log
     assert "Codebooks read from" in log
 
 

@@ -10,12 +10,12 @@ from server import ENVIRONMENT, HERE, Answer, Ask, Server, assert_same
 from tiny_model import prompt
 
 
-def test_llm(model: Path, policy: Path, server: Server) -> None:
+def test_llm(model: Path, policy: Path, server: Server, tmp_path: Path) -> None:
     environment = os.environ | ENVIRONMENT | {"SANTA_POLICY": str(policy)}
-    program = [sys.executable, str(HERE / "offline_program.py"), str(model)]
+    program = [sys.executable, str(HERE / "offline_program.py"), str(model), str(tmp_path / "result.json")]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-5000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads((tmp_path / "result.json").read_text())
     asks = [
         Ask(prompt(300, 600), 12, {"method": "pps", "budget": 24, "seed": 5}),
         Ask(prompt(300, 601), 12, {"method": "topk", "budget": "10%"}),
