@@ -87,3 +87,14 @@ def test_a_query_that_is_not_finite_gives_nan_scores(mean_group: bool, bad: floa
     scores = estimate(BernoulliSettings(4, mean_group), query, 10).query @ KEYS.T.float()
     assert scores[:, 1].isnan().all()
     assert mean_group or scores[:, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("samples", [0, -1, (1 << 18) + 1])
+def test_samples_out_of_range(samples: int) -> None:
+    with pytest.raises(ValueError, match=f"samples: {samples} is not between 1 and 262144"):
+        BernoulliSettings(samples)
+
+
+def test_the_largest_number_of_samples_is_exact() -> None:
+    estimated = estimate(BernoulliSettings(1 << 18, False), draws=3).query
+    assert torch.allclose(estimated, QUERY.expand(3, -1, -1), atol=1e-4)
