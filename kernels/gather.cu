@@ -62,7 +62,7 @@ struct RowTile {
   }
 };
 
-__global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 3 : 1) gather_kernel(Batch batch, Pages pages, Scores scores, const Half* q, SelectBuffers select,
+__global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 4 : 1) gather_kernel(Batch batch, Pages pages, Scores scores, const Half* q, SelectBuffers select,
                                                                 Merge merge, Half* out, float* lse_out) {
   __shared__ float lse[kGroup];
   __shared__ const Half* address[kGatherWarps][16];
@@ -119,7 +119,9 @@ __global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 3 : 1) gather_k
       rows.load(pages, head, __ldcg(samples + min(tile * 16 + lane, count - 1)), count - tile * 16, address[warp]);
   }
   sum.hand_in(parts);
-  merge_splits<kGroup * kHeadDim, kGatherThreads>(merge, pair, split, active, parts, 1.f, out + pair * kGroup * kHeadDim);
+  constexpr int size = kGroup * kHeadDim;
+  if (hand_in_split<size, kGatherThreads>(merge, pair, split, active, parts))
+    finish_splits<size, kGatherThreads>(merge, pair, active, out + pair * size, [](int, int) { return 1.f; });
 }
 
 cudaError_t gather(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const SelectBuffers& select, const Merge& merge,

@@ -51,46 +51,52 @@ struct ValueSum {
   }
 };
 
-struct Merge {                    // of `heads` = rows * query or KV heads
-  float* partial;                 // [heads, splits, HEADS, kHeadDim]
-  int* done;                      // [heads], zero before and after
+struct Merge {                    // of the blocks ("splits") that share an owner: a row and a query head, or a row and a KV head
+  float* partial;                 // [owners, splits, SIZE]
+  int* done;                      // [owners], zero before and after
   int splits;
 };
 
-// Blocks 0 .. active - 1 of `owner` hand in the sum over their warps' parts[SIZE]; the last one writes out = scale * all of it.
+// Blocks 0 .. active - 1 hand in the sum over their warps' parts[SIZE]. True for the one block that has to finish the owner.
 template <int SIZE, int THREADS>
-__device__ void merge_splits(const Merge& merge, int64_t owner, int split, int active, const float* parts, float scale, Half* out) {
-  const auto block_sum = [&](int i) {
+__device__ bool hand_in_split(const Merge& merge, int64_t owner, int split, int active, const float* parts) {
+  float* mine = merge.partial + (owner * merge.splits + split) * SIZE;
+  for (int i = threadIdx.x; i < SIZE; i += THREADS) {
     float sum = parts[i];
 #pragma unroll
     for (int w = 1; w < THREADS / 32; ++w) sum += parts[w * SIZE + i];
-    return sum;
-  };
-  if (active > 1) {
-    float* mine = merge.partial + (owner * merge.splits + split) * SIZE;
-    for (int i = threadIdx.x; i < SIZE; i += THREADS) mine[i] = block_sum(i);
-    __shared__ bool last;
-    __syncthreads();
-    if (threadIdx.x == 0) {
+    mine[i] = sum;
+  }
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    last = true;
+    if (active > 1) {
       __threadfence();
       last = atomicAdd(merge.done + owner, 1) == active - 1;
       __threadfence();
       if (last) merge.done[owner] = 0;
     }
-    __syncthreads();
-    if (!last) return;
   }
+  __syncthreads();
+  return last;
+}
+
+// out = sum of the splits' partial sums, each times factor(split, index).
+template <int SIZE, int THREADS, class Factor>
+__device__ void finish_splits(const Merge& merge, int64_t owner, int active, Half* out, const Factor& factor) {
   const float* all = merge.partial + owner * merge.splits * SIZE;
   for (int i = threadIdx.x; i < SIZE; i += THREADS) {
-    float sum = active > 1 ? 0.f : block_sum(i);
-    for (int s = 0; active > 1 && s < active; s += 8) {
+    float sum = 0.f;
+    for (int s = 0; s < active; s += 8) {
       float part[8];
 #pragma unroll
       for (int k = 0; k < 8; ++k) part[k] = s + k < active ? __ldcg(all + int64_t(s + k) * SIZE + i) : 0.f;
 #pragma unroll
-      for (int k = 0; k < 8; ++k) sum += part[k];
+      for (int k = 0; k < 8; ++k)
+        if (s + k < active) sum = fmaf(part[k], factor(s + k, i), sum);
     }
-    out[i] = Half(sum * scale);
+    out[i] = Half(sum);
   }
 }
 

@@ -5,7 +5,7 @@
 
 namespace santa {
 
-constexpr int kLookParts = 8;     // blocks that share a first look; one for every 16K tokens
+constexpr int kLookParts = 4;     // blocks that share a first look; one for every 16K tokens
 
 __device__ __forceinline__ int look_parts(int n) { return n == 0 ? 0 : min(kLookParts, 1 + n / 16384); }
 

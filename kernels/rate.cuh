@@ -1,5 +1,5 @@
 // lambda: the L, in log-codes, whose inclusion probabilities power(code + L) sum to the budget, every histogram bin counted at its middle
-// code. By one block. A scan over the bins solves it: with the bins above b certain, lambda = (budget - their count) / (weight of the
+// code. A scan over the bins solves it: with the bins above b certain, lambda = (budget - their count) / (weight of the
 // rest), for the first b that stays below one. In floating point but in a fixed order: the same histogram gives the same L everywhere.
 #pragma once
 #include "selection.cuh"
@@ -8,39 +8,40 @@ namespace santa {
 
 constexpr int kTakeAll = 65535;                      // a rate that makes every inclusion probability one
 
-template <int THREADS>
+// The first kRateThreads threads of a block, which meet at a barrier of their own.
+constexpr int kRateThreads = 128;
+__device__ __forceinline__ void rate_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(kRateThreads) : "memory"); }
+
 struct RateSolver {
-  static constexpr int kOwn = kBins / THREADS, kWarps = THREADS / 32;
-  static_assert(kOwn == 4 && kWarps <= 32);
+  static constexpr int kOwn = kBins / kRateThreads, kWarps = kRateThreads / 32;
 
   struct Shared {
     int count[kWarps];
     float weight[kWarps];
-    int best, rate;
+    int best;
   };
   Shared& shared;
-  uint4 counts;                                      // of bins 4 * threadIdx.x ...
+  unsigned own[kOwn];                                // counts of bins kOwn * threadIdx.x ...
 
   __device__ void load(const unsigned* histogram) {
-    counts = __ldcg(reinterpret_cast<const uint4*>(histogram) + threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kOwn / 4; ++i)
+      reinterpret_cast<uint4*>(own)[i] = __ldcg(reinterpret_cast<const uint4*>(histogram) + threadIdx.x * (kOwn / 4) + i);
     if (threadIdx.x == 0) shared.best = -1;
   }
 
-  // Every thread gets the rate. budget >= 1.
-  __device__ int solve(int budget) {
+  // One thread writes the rate. budget >= 1.
+  __device__ void solve(int budget, int* rate) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const unsigned own[kOwn] = {counts.x, counts.y, counts.z, counts.w};
-    float weight[kOwn], below_weight = 0.f;          // the largest weights are cut at 2^96: they are certain anyway
-    int below_count = 0;
+    // Weights beyond 2^96 are cut: they are certain anyway.
+    const int middle = ((int(threadIdx.x) * kOwn) << kBinShift) - 32768 + (1 << kBinShift) / 2;
+    const auto weight_of = [&](int i) { return exp2_fast(fminf(float(middle + (i << kBinShift)) * (1.f / 256.f), 96.f)); };
+    int below = 0;
+    float weight = 0.f;
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      const int middle = ((int(threadIdx.x) * kOwn + i) << kBinShift) - 32768 + (1 << kBinShift) / 2;
-      weight[i] = exp2_fast(fminf(float(middle) * (1.f / 256.f), 96.f));
-      below_weight = fmaf(float(own[i]), weight[i], below_weight);
-      below_count += own[i];
-    }
-    int count = below_count;                         // inclusive scan over threads, then of the bins below this thread's
-    float rest = below_weight;
+    for (int i = 0; i < kOwn; ++i) { weight = fmaf(float(own[i]), weight_of(i), weight); below += own[i]; }
+    int count = below;                               // inclusive scan over threads
+    float rest = weight;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int c = __shfl_up_sync(~0u, count, d);
@@ -50,9 +51,9 @@ struct RateSolver {
     if (lane == 31) { shared.count[warp] = count; shared.weight[warp] = rest; }
     const int lower_count = __shfl_up_sync(~0u, count, 1);
     const float lower_rest = __shfl_up_sync(~0u, rest, 1);
-    count = lane > 0 ? lower_count : 0;
+    count = lane > 0 ? lower_count : 0;              // of the bins below this thread's
     rest = lane > 0 ? lower_rest : 0.f;
-    __syncthreads();
+    rate_barrier();
     int included = 0, warps_count = 0;
     float warps_rest = 0.f;
 #pragma unroll
@@ -60,26 +61,29 @@ struct RateSolver {
       if (w < warp) { warps_count += shared.count[w]; warps_rest += shared.weight[w]; }
       included += shared.count[w];
     }
-    if (included <= budget) return kTakeAll;
+    if (included <= budget) {
+      if (threadIdx.x == 0) *rate = kTakeAll;
+      return;
+    }
     count += warps_count;
     rest += warps_rest;
     int best = -1;
     float best_left = 1.f, best_rest = 1.f;
+    if (below > 0)
 #pragma unroll
-    for (int i = 0; i < kOwn; ++i) {
-      count += own[i];
-      rest = fmaf(float(own[i]), weight[i], rest);
-      // What is left of the budget once the bins above are certain; a half where that is nothing, so that lambda stays positive.
-      const float left = fmaxf(float(budget - (included - count)), 0.5f);
-      if (own[i] && left * weight[i] < rest) { best = threadIdx.x * kOwn + i; best_left = left; best_rest = rest; }
-    }
+      for (int i = 0; i < kOwn; ++i) {
+        const float own_weight = weight_of(i);
+        count += own[i];
+        rest = fmaf(float(own[i]), own_weight, rest);
+        // What is left of the budget once the bins above are certain; a half where that is nothing, so that lambda stays positive.
+        const float left = fmaxf(float(budget - (included - count)), 0.5f);
+        if (own[i] && left * own_weight < rest) { best = threadIdx.x * kOwn + i; best_left = left; best_rest = rest; }
+      }
     const int top = __reduce_max_sync(~0u, best);
     if (lane == 0 && top >= 0) atomicMax(&shared.best, top);
-    __syncthreads();
+    rate_barrier();
     if (best >= 0 && best == shared.best)
-      shared.rate = max(-kTakeAll, min(kTakeAll, __float2int_rd(256.f * (log2_fast(best_left) - log2_fast(best_rest)))));
-    __syncthreads();
-    return shared.rate;
+      *rate = max(-kTakeAll, min(kTakeAll, __float2int_rd(256.f * (log2_fast(best_left) - log2_fast(best_rest)))));
   }
 };
 

@@ -108,7 +108,10 @@ __global__ void __launch_bounds__(kSampleThreads) sample_points_kernel(Batch bat
     __syncthreads();
   }
   values.hand_in(parts);
-  merge_splits<kHeadDim, kSampleThreads>(merge, owner, split, max(1, ceil_div(budget, per_block)), parts, 1.f / budget, out + owner * kHeadDim);
+  const int active = max(1, ceil_div(budget, per_block));
+  const float scale = 1.f / budget;
+  if (hand_in_split<kHeadDim, kSampleThreads>(merge, owner, split, active, parts))
+    finish_splits<kHeadDim, kSampleThreads>(merge, owner, active, out + owner * kHeadDim, [&](int, int) { return scale; });
 }
 
 cudaError_t sample_points(const Batch& batch, const Pages& pages, const Stash& stash, const Merge& merge, void* out, float* lse,

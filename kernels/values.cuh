@@ -21,6 +21,14 @@ __device__ __forceinline__ int64_t unit_share(int2 unit, int top) { return int64
 __device__ __forceinline__ int64_t copies_per_weight(double per_mass, int2 unit, int top) { return int64_t(per_mass * pow2(unit.x - top)); }
 
 cudaError_t score_values(const Batch&, const Pages&, const Scores&, const void* q, const Stash&, int blocks, cudaStream_t);
+// Blocks that sample tiles share a row and KV head; each split's (exponent, mass) per head tells how much its part weighs.
+struct TileMerge {
+  Merge merge;                    // SIZE: group * head_dim
+  int2* mass;                     // [P, splits, group] (exponent, mass as float)
+};
+
 cudaError_t sample_points(const Batch&, const Pages&, const Stash&, const Merge&, void* out, float* lse, cudaStream_t, bool overlap);
+
+cudaError_t sample_tiles(const Batch&, const Pages&, const Stash&, const TileMerge&, void* out, float* lse, cudaStream_t, bool overlap);
 
 }  // namespace santa

@@ -46,7 +46,9 @@ def kernel_folder() -> Path:
     return packaged if packaged.is_dir() else Path(__file__).parents[1] / "kernels"
 
 
-SANTA_SOURCES = ("pps.cu", "look.cu", "score_codes.cu", "place.cu", "gather.cu", "values.cu", "score_values.cu", "sample_points.cu")
+SANTA_SOURCES = (
+    "pps.cu", "look.cu", "score_codes.cu", "place.cu", "gather.cu", "values.cu", "score_values.cu", "sample_points.cu", "sample_tiles.cu",
+)  # fmt: skip
 
 
 def santa_spec(shape: Shape) -> Any:

@@ -1,5 +1,6 @@
 """Thin launchers of the SANTA-family kernels: workspace, shapes, checks. No allocation and no host sync once a workspace exists."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -14,6 +15,8 @@ UNIT = 64
 """Tokens that share one exponent in a stash, and the granule of every buffer."""
 BIN_BITS = 5
 """log2 of the log-codes per histogram bin."""
+TILE = 256
+"""Tokens of one `flash` tile."""
 CHUNK = 8192
 """Tokens one block of the placement covers."""
 
@@ -43,7 +46,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Layer:
-    """What a layer adds. layer: its index in the model. scale, soft_cap: of the scores, soft_cap 0 = none. head_offset: first global KV head."""
+    """What a layer adds.
+
+    layer: its index in the model. scale, soft_cap: of the scores, soft_cap 0 = none. head_offset: this rank's first KV head, globally.
+    """
 
     layer: int
     scale: float
@@ -64,13 +70,13 @@ class PpsWorkspace:
         self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
         units, chunks = -(-max_context // UNIT), -(-max_context // CHUNK)
         samples = max_budget + max_budget // 16 + 2  # bins are counted at their middle: off by at most 4.4 %
-        splits = max(1, min(64, -(-samples // 64), 1024 // (rows * kv_heads)))
+        splits = max(1, min(64, -(-samples // 64), 512 // (rows * kv_heads)))
 
         def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         pair = (rows, kv_heads)
-        self.look = empty(*pair, 8, shape.group, 2)
+        self.look = empty(*pair, 4, shape.group, 2)
         self.histogram = empty(*pair, 65536 >> BIN_BITS, dtype=torch.int32)
         self.codes = empty(*pair, units * UNIT, dtype=torch.int16)
         self.unit_mass = empty(*pair, units, shape.group, 2)
@@ -101,6 +107,14 @@ class ValuesWorkspace:
         self.unit = torch.empty(*head, units, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(*head, splits, shape.head_dim, device=device)
         self.done = torch.zeros(head, dtype=torch.int32, device=device)
+        pair, tile_splits = (rows, kv_heads), max(1, min(64, -(-max_context // TILE), 1024 // (rows * kv_heads)))
+        self.tile_partial = torch.empty(*pair, tile_splits, shape.group, shape.head_dim, device=device)
+        self.tile_done = torch.zeros(pair, dtype=torch.int32, device=device)
+        self.tile_mass = torch.empty(*pair, tile_splits, shape.group, 2, dtype=torch.int32, device=device)
+
+    def buffers(self) -> tuple[Tensor, ...]:
+        """In the order the kernels take them."""
+        return self.weight, self.unit, self.partial, self.done, self.tile_partial, self.tile_done, self.tile_mass
 
 
 def check_tensors(query: Tensor, kv: Tensor, output: Tensor, rows: Rows, shape: Shape, max_context: int, capacity: int) -> None:
@@ -116,11 +130,11 @@ def check_tensors(query: Tensor, kv: Tensor, output: Tensor, rows: Rows, shape: 
             f"kv: {kv.dtype} {list(kv.shape)} strides {kv.stride()}; must be {shape.dtype} [B, H, N, {2 * shape.head_dim}] dense per block"
         )
     if block_size % 16 or kv.stride(0) % 8 or kv.data_ptr() % 16:
-        raise ValueError(f"kv: block size {block_size} must be a multiple of 16, page stride {kv.stride(0)} of 8, the cache 16-byte aligned")
+        raise ValueError(f"kv: block size {block_size}, page stride {kv.stride(0)}; must be multiples of 16 and 8, 16-byte aligned")
     if batch > capacity:
         raise ValueError(f"rows: {batch}; the workspace holds {capacity}")
-    if rows.block_table.shape[1] * block_size < 1 or max_context < 1:
-        raise ValueError("block_table: no columns")
+    if rows.block_table.shape[1] * block_size > -(-max_context // block_size) * block_size:
+        raise ValueError(f"block_table: {rows.block_table.shape[1]} blocks of {block_size}; the workspace holds {max_context} tokens a row")
 
 
 def pps(query: Tensor, kv: Tensor, rows: Rows, layer: Layer, output: Tensor, workspace: PpsWorkspace, lse: Tensor | None = None) -> None:
@@ -135,19 +149,25 @@ def pps(query: Tensor, kv: Tensor, rows: Rows, layer: Layer, output: Tensor, wor
     )  # fmt: skip
 
 
-VALUE_METHODS = (Method.santa, Method.strat, Method.sys, Method.prop)
+VALUE_METHODS = (Method.santa, Method.strat, Method.sys, Method.prop, Method.flash)
 
 
 def sample_values(
-    query: Tensor, kv: Tensor, rows: Rows, layer: Layer, output: Tensor, workspace: ValuesWorkspace, lse: Tensor | None = None
+    query: Tensor,
+    kv: Tensor,
+    rows: Rows,
+    layer: Layer,
+    output: Tensor,
+    workspace: ValuesWorkspace,
+    lse: Tensor | None = None,
+    methods: Iterable[Method] = VALUE_METHODS,
 ) -> None:
-    """santa, strat, sys and prop attention of the batch's rows of those methods; other rows of `output` and `lse` are left alone.
+    """Attention of the batch's rows by the value samplers; other rows of `output` and `lse` are left alone.
 
-    Shapes as in `pps`; `lse` is that of the 16-bit stash.
+    Shapes as in `pps`; `lse` is that of the 16-bit stash. methods: those the rows may have; a kernel of none of them is not launched.
     """
     check_tensors(query, kv, output, rows, workspace.shape, workspace.max_context, workspace.done.shape[0])
     santa_module(workspace.shape).values(
-        query, kv, rows.block_table, rows.seq_lens, rows.method, rows.budget, rows.seed, output, lse, workspace.weight, workspace.unit,
-        workspace.partial, workspace.done, layer.scale, layer.soft_cap, sum(1 << method for method in VALUE_METHODS), layer.layer,
-        layer.head_offset,
+        query, kv, rows.block_table, rows.seq_lens, rows.method, rows.budget, rows.seed, output, lse, *workspace.buffers(), layer.scale,
+        layer.soft_cap, sum(1 << method for method in methods), layer.layer, layer.head_offset,
     )  # fmt: skip

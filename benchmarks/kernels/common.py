@@ -70,8 +70,9 @@ def make_inputs(case: Case, method: Method, budget: int, peak: float, seed: int 
     query = torch.randn(case.batch, case.query_heads, case.head_dim, device="cuda", generator=generator) * peak
     table = torch.randperm(blocks, device="cuda", generator=generator).to(torch.int32).view(case.batch, per_row)
     table = torch.nn.functional.pad(table, (0, margin))
-    full = torch.full((case.batch,), 0, dtype=torch.int32, device="cuda")
-    rows = Rows(table, full + case.context, (full + int(method)).to(torch.int8), full + budget, torch.arange(case.batch, device="cuda") + 17)
+    zero = torch.zeros(case.batch, dtype=torch.int32, device="cuda")
+    seeds = torch.arange(case.batch, device="cuda") + 17
+    rows = Rows(table, zero + case.context, (zero + int(method)).to(torch.int8), zero + budget, seeds)
     return Inputs(query.to(case.dtype), kv, rows)
 
 
@@ -103,10 +104,10 @@ def time_us(functions: list[Callable[[], None]], target_ms: float = 60.0) -> flo
 
 
 def copy_speed() -> float:
-    """Device-to-device copy speed in bytes per second, read and written bytes counted."""
-    source = torch.empty(1 << 31, dtype=torch.uint8, device="cuda").random_()
+    """Speed of a kernel that reads 2 GiB and writes 2 GiB, in bytes per second, both counted."""
+    source = torch.empty(1 << 29, dtype=torch.int32, device="cuda").random_()
     target = torch.empty_like(source)
-    return 2 * source.numel() / (time_us([lambda: target.copy_(source)]) * 1e-6)
+    return 2 * source.nbytes / (time_us([lambda: torch.bitwise_not(source, out=target)]) * 1e-6)
 
 
 def flashinfer_decode(case: Case, inputs: Inputs, output: Tensor, tensor_cores: bool = True) -> Callable[[], None]:
@@ -126,9 +127,8 @@ def flashinfer_decode(case: Case, inputs: Inputs, output: Tensor, tensor_cores: 
         paged_kv_indices_buffer=torch.empty_like(indices),
         paged_kv_last_page_len_buffer=torch.empty_like(last),
     )
-    wrapper.plan(
-        indptr, indices, last, case.query_heads, case.kv_heads, case.head_dim, case.block_size, q_data_type=case.dtype, kv_data_type=case.dtype
-    )
+    shape = (case.query_heads, case.kv_heads, case.head_dim, case.block_size)
+    wrapper.plan(indptr, indices, last, *shape, q_data_type=case.dtype, kv_data_type=case.dtype)
     cache = (inputs.kv[..., : case.head_dim], inputs.kv[..., case.head_dim :])
     return lambda: wrapper.run(inputs.query, cache, out=output)
 
