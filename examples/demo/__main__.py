@@ -23,37 +23,42 @@ MAX_TOKENS = 16
 NEEDLE = Needle(key="gentle-harbor", value="4827163", depth=0.5)
 DENSE: dict[str, str | int] = {"santa_method": "dense"}
 SPARSE = [{"santa_method": method, "santa_budget": budget, "santa_seed": 1} for method in ("pps", "prop", "ssa") for budget in (64, 256)]
-CAPTION = """Rows: mean over decode steps, layers and KV heads. A budget counts distinct rows, for prop draws per query head;
-ssa reads the sink and local windows besides. Times are those of the plain PyTorch reference on this CPU."""
+CAPTION = (
+    "Rows read are means over decode steps, layers and KV heads. A budget counts distinct rows, for prop draws per query head; "
+    "ssa reads the sink and local windows besides. Times are those of the plain PyTorch reference on this CPU."
+)
 CODEBOOK_LIMIT = 120  # seconds to wait for the server to train its codebooks
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A reply, the seconds between its tokens, and what the server read for it."""
+    """A reply, the seconds a decode step took, and what the server read for it."""
 
     text: str
-    seconds_per_token: float
+    seconds_per_step: float
     reads: Reads
 
 
 def ask(client: OpenAI, address: str, chat: list[dict[str, str]], parameters: dict[str, str | int], prefix: bool) -> Answer:
     """Ask at temperature 0; with `prefix`, the chat's last message is the beginning of the answer."""
-    before = reads(address, str(parameters["santa_method"]))
+    method = str(parameters["santa_method"])
+    before = reads(address, method)
     body = {"vllm_xargs": parameters, "add_generation_prompt": not prefix, "continue_final_message": prefix}
     stream = client.chat.completions.create(model=MODEL, messages=chat, max_tokens=MAX_TOKENS, temperature=0, stream=True, extra_body=body)
     pieces, times = [], []
     for event in stream:
-        if event.choices and event.choices[0].delta.content:
-            pieces.append(event.choices[0].delta.content)
+        if event.choices and (event.choices[0].delta.content or event.choices[0].finish_reason):
+            pieces.append(event.choices[0].delta.content or "")
             times.append(time.monotonic())
-    seconds = (times[-1] - times[0]) / max(1, len(times) - 1)
-    return Answer("".join(pieces).strip(), seconds, reads(address, str(parameters["santa_method"])) - before)
+    read = reads(address, method) - before
+    if not read.steps:
+        raise ServerError(f"the server counted no decode step of {method} for the answer {''.join(pieces)!r}")
+    return Answer("".join(pieces).strip(), (times[-1] - times[0]) / read.steps, read)
 
 
 def compare(client: OpenAI, address: str, prose: list[str], console: Console) -> Table:
     """Ask for the needle with every method. The first, dense, answer pays for the prefill; the others find it in the prefix cache."""
-    table = Table("method", "budget", "answer", "right", "context", "V rows read", "K rows read", "ms/token", caption=CAPTION)
+    table = Table("method", "budget", "answer", "right", "V rows", "K rows", "ms/token", caption=CAPTION)
     chat = messages(NEEDLE, prose)
     with console.status("") as status:
         for parameters in (DENSE, *SPARSE):
@@ -63,6 +68,7 @@ def compare(client: OpenAI, address: str, prose: list[str], console: Console) ->
                 wait_for_codebooks(address)
             status.update(f"asking about {TOKENS} tokens with {method} {budget}")
             answer = ask(client, address, chat, parameters, prefix=True)
+            table.title = f"A needle in {answer.reads.context / answer.reads.steps:,.0f} tokens: what each method answers and reads"
             table.add_row(method, budget, *cells(answer))
     return table
 
@@ -83,10 +89,9 @@ def cells(answer: Answer) -> list[str]:
     return [
         " ".join(answer.text.split()),
         "yes" if NEEDLE.value in answer.text else "no",
-        f"{context:,.0f}",
         f"{values:,.0f} ({values / context:.0%})",
         f"{keys:,.0f} ({keys / context:.0%})",
-        f"{answer.seconds_per_token * 1000:.0f}",
+        f"{answer.seconds_per_step * 1000:.0f}",
     ]
 
 

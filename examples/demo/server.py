@@ -14,7 +14,7 @@ from typing import NoReturn
 from urllib.error import URLError
 from urllib.request import urlopen
 
-START_LIMIT = 900  # seconds; a busy machine with two cores needs a few minutes
+START_LIMIT = 1800  # seconds; about one minute on two idle cores, ten on busy ones
 STOP_LIMIT = 20  # seconds between asking the processes to end and ending them
 LOG_LINES = 25
 # float32: many CPUs multiply bfloat16 several times more slowly. Two sequences of full length fit into one GiB of KV cache.
