@@ -108,7 +108,7 @@ __device__ __forceinline__ void wait_previous() {
 
 template <class... Params, class... Args>
 inline cudaError_t launch(void (*kernel)(Params...), dim3 grid, int block, size_t smem, cudaStream_t stream, bool overlap, Args... args) {
-  if (smem > 48 * 1024)
+  if (smem > 16 * 1024)        // beyond 48 KB of dynamic and static shared memory together it must be asked for
     if (const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem))) return status;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;

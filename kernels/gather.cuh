@@ -60,11 +60,15 @@ struct Merge {                    // of the blocks ("splits") that share an owne
 // Blocks 0 .. active - 1 hand in the sum over their warps' parts[SIZE]. True for the one block that has to finish the owner.
 template <int SIZE, int THREADS>
 __device__ bool hand_in_split(const Merge& merge, int64_t owner, int split, int active, const float* parts) {
-  float* mine = merge.partial + (owner * merge.splits + split) * SIZE;
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) {
-    float sum = parts[i];
+  static_assert(SIZE % 4 == 0);
+  float4* mine = reinterpret_cast<float4*>(merge.partial + (owner * merge.splits + split) * SIZE);
+  for (int i = threadIdx.x; i < SIZE / 4; i += THREADS) {
+    float4 sum = reinterpret_cast<const float4*>(parts)[i];
 #pragma unroll
-    for (int w = 1; w < THREADS / 32; ++w) sum += parts[w * SIZE + i];
+    for (int w = 1; w < THREADS / 32; ++w) {
+      const float4 part = reinterpret_cast<const float4*>(parts)[w * (SIZE / 4) + i];
+      sum.x += part.x; sum.y += part.y; sum.z += part.z; sum.w += part.w;
+    }
     mine[i] = sum;
   }
   __shared__ bool last;
@@ -82,21 +86,26 @@ __device__ bool hand_in_split(const Merge& merge, int64_t owner, int split, int 
   return last;
 }
 
-// out = sum of the splits' partial sums, each times factor(split, index).
+// out = sum of the splits' partial sums, each times factor(split, index); the factor is the same for four neighbours.
 template <int SIZE, int THREADS, class Factor>
 __device__ void finish_splits(const Merge& merge, int64_t owner, int active, Half* out, const Factor& factor) {
-  const float* all = merge.partial + owner * merge.splits * SIZE;
-  for (int i = threadIdx.x; i < SIZE; i += THREADS) {
-    float sum = 0.f;
+  const float4* all = reinterpret_cast<const float4*>(merge.partial + owner * merge.splits * SIZE);
+  for (int i = threadIdx.x; i < SIZE / 4; i += THREADS) {
+    float4 sum = {};
     for (int s = 0; s < active; s += 8) {
-      float part[8];
+      float4 part[8];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) part[k] = s + k < active ? __ldcg(all + int64_t(s + k) * SIZE + i) : 0.f;
+      for (int k = 0; k < 8; ++k) part[k] = s + k < active ? __ldcg(all + int64_t(s + k) * (SIZE / 4) + i) : float4{};
 #pragma unroll
       for (int k = 0; k < 8; ++k)
-        if (s + k < active) sum = fmaf(part[k], factor(s + k, i), sum);
+        if (s + k < active) {
+          const float f = factor(s + k, 4 * i);
+          sum.x = fmaf(part[k].x, f, sum.x); sum.y = fmaf(part[k].y, f, sum.y);
+          sum.z = fmaf(part[k].z, f, sum.z); sum.w = fmaf(part[k].w, f, sum.w);
+        }
     }
-    out[i] = Half(sum);
+    Half four[4] = {Half(sum.x), Half(sum.y), Half(sum.z), Half(sum.w)};
+    *reinterpret_cast<uint2*>(out + 4 * i) = *reinterpret_cast<const uint2*>(four);
   }
 }
 

@@ -76,7 +76,9 @@ __global__ void __launch_bounds__(kSampleThreads) sample_points_kernel(Batch bat
           if (unit[u].y * rate > rest) break;
           rest -= unit[u].y * rate;
         }
-        const int threshold = int(rest / rate);      // the token whose prefix sum of weights passes it
+        int threshold = int(double(rest) / double(rate));       // floor(rest / rate): the token's prefix sum of weights passes it
+        if (threshold * rate > rest) --threshold;
+        if ((threshold + 1) * rate <= rest) ++threshold;
         const uint4* weights = reinterpret_cast<const uint4*>(stash.weight + (owner * batch.max_units + u) * kUnit);
         uint4 eight[kUnit / 8];
 #pragma unroll

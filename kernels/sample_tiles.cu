@@ -6,7 +6,7 @@
 namespace santa {
 
 constexpr int kTile = 256, kTileUnits = kTile / kUnit;
-constexpr int kTileThreads = kGroup * kHeadDim <= 2048 ? 256 : 128, kTileWarps = kTileThreads / 32;
+constexpr int kTileThreads = 128, kTileWarps = kTileThreads / 32;
 
 struct TileState {                // of one head, held by the warp that samples it
   int reference;                  // largest exponent among the block's tiles
@@ -22,7 +22,7 @@ __device__ int largest_exponent(const int2* unit, int first, int last) {
 
 // One head's copies in one tile, as weights of V rows relative to the block's reference. By one warp; lane l has tokens 8l .. 8l + 7.
 __device__ void sample_tile(const Stash& stash, int64_t head_row, int max_units, int units, int tile, int draws, int64_t offset, TileState& state,
-                            float (*weight)[kGroup], int h) {
+                            float* weight) {
   const int lane = threadIdx.x % 32, u = tile * kTileUnits + lane / 8;
   const int2 unit = u < units ? stash.unit[head_row * max_units + u] : make_int2(kNoExponent, 0);
   uint4 words = {};
@@ -44,17 +44,21 @@ __device__ void sample_tile(const Stash& stash, int64_t head_row, int max_units,
   const float tile_mass = float(double(mass) * pow2(top - state.reference));
   const float each = tile_mass / draws;
   state.mass += tile_mass;
+  float copies[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const int64_t before = at >> 44;
     at += (i % 2 ? pairs[i / 2] >> 16 : pairs[i / 2] & 0xffff) * rate;
-    weight[lane * 8 + i][h] = float((at >> 44) - before) * each;
+    copies[i] = float(int(at >> 44) - int(before)) * each;
   }
+  float4* eight = reinterpret_cast<float4*>(weight + lane * 8);
+  eight[0] = make_float4(copies[0], copies[1], copies[2], copies[3]);
+  eight[1] = make_float4(copies[4], copies[5], copies[6], copies[7]);
 }
 
-__global__ void __launch_bounds__(kTileThreads) sample_tiles_kernel(Batch batch, Pages pages, Stash stash, TileMerge tile_merge, Half* out, float* lse) {
+__global__ void __launch_bounds__(kTileThreads, kGroup * kHeadDim <= 512 ? 6 : 1) sample_tiles_kernel(Batch batch, Pages pages, Stash stash, TileMerge tile_merge, Half* out, float* lse) {
   extern __shared__ __align__(16) float parts[];     // [kTileWarps, kGroup * kHeadDim]
-  __shared__ float weight[kTile][kGroup];
+  __shared__ __align__(16) float weight[kGroup][kTile];
   __shared__ const Half* address[kTile];
   __shared__ int16_t token_at[kTile];
   __shared__ int warp_count[kTileWarps];
@@ -84,14 +88,14 @@ __global__ void __launch_bounds__(kTileThreads) sample_tiles_kernel(Batch batch,
     for (int k = 0; k < kOwnHeads; ++k)
       if (const int h = warp + k * kTileWarps; h < kGroup)
         sample_tile(stash, pair * kGroup + h, batch.max_units, units, tile, draws,
-                    uniform44(batch.seed[row], n - 1, batch.layer, kValueStream, (batch.head_offset + head) * kGroup + h, tile), state[k], weight, h);
+                    uniform44(batch.seed[row], n - 1, batch.layer, kValueStream, (batch.head_offset + head) * kGroup + h, tile), state[k], weight[h]);
     __syncthreads();
     int base = 0;                                    // list the tokens some head drew, in order
     for (int start = 0; start < kTile; start += kTileThreads) {
       const int t = start + threadIdx.x;
       bool any = false;
 #pragma unroll
-      for (int h = 0; h < kGroup; ++h) any |= weight[t][h] > 0.f;
+      for (int h = 0; h < kGroup; ++h) any |= weight[h][t] > 0.f;
       const unsigned votes = __ballot_sync(kAll, any);
       if (lane == 0) warp_count[warp] = __popc(votes);
       __syncthreads();
@@ -106,8 +110,12 @@ __global__ void __launch_bounds__(kTileThreads) sample_tiles_kernel(Batch batch,
     }
     if (lane < kRowLanes * kRowsAtOnce)
 #pragma unroll 4
-      for (int k = warp * kRowsAtOnce + lane / kRowLanes; k < base; k += kTileWarps * kRowsAtOnce)
-        values.add(load_row(address[k] + lane % kRowLanes * 8), weight[token_at[k]]);
+      for (int k = warp * kRowsAtOnce + lane / kRowLanes; k < base; k += kTileWarps * kRowsAtOnce) {
+        float own[kGroup];
+#pragma unroll
+        for (int h = 0; h < kGroup; ++h) own[h] = weight[h][token_at[k]];
+        values.add(load_row(address[k] + lane % kRowLanes * 8), own);
+      }
     __syncthreads();
   }
 #pragma unroll

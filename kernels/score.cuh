@@ -1,6 +1,6 @@
 // The K scan: every warp takes units of 64 tokens of a segment, reads their keys once and hands the scores to a stage's epilogue.
 //
-// Keys come row by row, whole rows at a time, into a small ring of the warp's own in shared memory, two steps ahead. Lane (r, c) owns
+// Keys come row by row, whole rows at a time, into a ring of the warp's own in shared memory, up to a unit ahead. Lane (r, c) owns
 // tokens 8r .. 8r + 7 of the unit for the heads of its columns, so what it stores about them is one wide word.
 #pragma once
 #include "schedule.cuh"
@@ -8,12 +8,11 @@
 
 namespace santa {
 
-#ifndef SANTA_STAGES
-#define SANTA_STAGES 3         // a build for GPUs with 100 KB of shared memory takes 2
-#endif
-constexpr int kScoreThreads = 256;
+// Few warps with deep rings: they reach the memory's speed and leave half of the registers to the next kernel's blocks, which then
+// start while the scan ends.
+constexpr int kScoreThreads = 128;
 constexpr int kScoreWarps = kScoreThreads / 32;
-constexpr int kScoreBlocks = kColumns == 1 ? 2 : 1;       // blocks a multiprocessor holds
+constexpr int kScoreBlocks = 2;                           // blocks a multiprocessor holds
 constexpr int kRowParts = kHeadDim == 256 ? 2 : 1;                          // steps a tile of 16 keys is read in
 constexpr int kStepTiles = kHeadDim == 64 ? 2 : 1;                          // tiles read in one step
 constexpr int kSteps = 4 * kRowParts / kStepTiles;                          // of a unit
@@ -21,7 +20,7 @@ constexpr int kStepPieces = kPieces / kRowParts;                            // 1
 constexpr int kStepChunks = 4 * kStepPieces;                                // 16-byte chunks of a row per step
 constexpr int kRowSlots = kStepChunks == 12 ? 16 : kStepChunks;             // the same in shared memory: a power of two
 constexpr int kStageBytes = 4096;
-constexpr int kStages = SANTA_STAGES;                                       // steps of keys in shared memory
+constexpr int kStages = kSteps < 4 ? kSteps + 1 : 5;                         // steps of keys in shared memory
 constexpr int kAhead = kStages - 1;                                         // of which are on their way
 constexpr int kRingBytes = kScoreWarps * kStages * kStageBytes;
 static_assert(kAhead <= kSteps && 16 * kStepTiles * kRowSlots * 16 == kStageBytes);
@@ -132,16 +131,27 @@ __device__ void score_segment(const Batch& batch, const Pages& pages, const Scor
                     s.length - unit * kUnit - r * 8};
   };
 
+  // Warps take units as they get done with theirs.
+  __shared__ int taken;
+  __syncthreads();
+  if (threadIdx.x == 0) taken = s.first + kScoreWarps;
+  __syncthreads();
+  const auto take = [&] {
+    int unit = 0;
+    if (threadIdx.x % 32 == 0) unit = atomicAdd(&taken, 1);
+    return __shfl_sync(kAll, unit, 0);
+  };
+
   int unit = s.first + threadIdx.x / 32;
   if (unit >= s.last) { epilogue.begin(s); return; }
   LaneKeys mine = place(unit, block_of(unit));
-  int next_block = block_of(unit + kScoreWarps);
   first_requests<0>(ring, mine);
+  int next = take(), next_block = block_of(next);
   epilogue.begin(s);
-  for (; unit < s.last; unit += kScoreWarps) {
-    const int next = unit + kScoreWarps;
+  while (unit < s.last) {
     const LaneKeys following = place(next, next_block);
-    next_block = block_of(next + kScoreWarps);
+    const int after = take();
+    next_block = block_of(after);
     float acc[4][kColumns][4] = {};
     run_steps<0>(ring, acc, query, mine, following, next < s.last);
     UnitScores u;
@@ -153,6 +163,8 @@ __device__ void score_segment(const Batch& batch, const Pages& pages, const Scor
         for (int e = 0; e < 4; ++e) u.x[2 * t + e / 2][2 * j + e % 2] = 2 * t + e / 2 < mine.valid ? scores(acc[t][j][e]) : -INFINITY;
     epilogue(unit, u);
     mine = following;
+    unit = next;
+    next = after;
   }
   asm volatile("cp.async.wait_group 0;" ::: "memory");
   __syncwarp();
