@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.santa.codebooks")
 
+LAYERS_PER_STEP = 2
+"""Layers that train within one step: a count, not a time, so that all ranks of an engine agree on when codebooks appear."""
+
 
 def first_kv_head(num_kv_heads_total: int) -> int:
     """Global index of this rank's first KV head; ranks beyond the number of heads share them."""
@@ -25,13 +28,14 @@ def first_kv_head(num_kv_heads_total: int) -> int:
 
 
 class CodebookStore:
-    """Codebooks by layer index. A worker's layers all see the same tokens, so they all train in the same step."""
+    """Codebooks by layer index. A worker's layers all see the same tokens; they train a few in each step, so that no step takes long."""
 
     def __init__(self, policy: "Policy", vllm_config: "VllmConfig"):
         self._policy = policy
         self._codebooks: dict[int, Codebook] = {}
         self._samples: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._expected: set[int] = set()
+        self._may_train = LAYERS_PER_STEP
         self._started = 0.0
         self.trains = policy.codebooks is None
         model = vllm_config.model_config
@@ -64,28 +68,34 @@ class CodebookStore:
         """True once every expected layer has its codebook."""
         return self._codebooks.keys() >= self._expected
 
-    def observe(self, layer: int, keys: Tensor, queries: Tensor) -> Codebook | None:
-        """Collect prompt tokens of a layer without a codebook; train it when there are enough.
-
-        keys: [n, H, D]. queries: [n, H, G, D]. Returns the codebook once it is trained, else None.
-        """
+    def observe(self, layer: int, keys: Tensor, queries: Tensor) -> None:
+        """Collect prompt tokens of a layer without a codebook, until there are enough. keys: [n, H, D]. queries: [n, H, G, D]."""
         if not self._samples:
             logger.info("No codebooks yet: methods with PQ codes decode densely until %d prompt tokens have passed.", self._wanted)
         samples = self._samples.setdefault(layer, [])
-        samples.append((keys.clone(), queries.clone()))
-        if sum(len(part) for part, _ in samples) < self._wanted:
+        missing = self._wanted - sum(len(part) for part, _ in samples)
+        if missing > 0:
+            samples.append((keys[:missing].clone(), queries[:missing].clone()))
+
+    def begin_step(self) -> None:
+        """Allow the next few layers to train."""
+        self._may_train = LAYERS_PER_STEP
+
+    def train(self, layer: int) -> Codebook | None:
+        """Train a layer whose samples are complete, if the step's allowance is not used up. Returns the new codebook, or None."""
+        samples = self._samples.get(layer, [])
+        if self._may_train == 0 or sum(len(part) for part, _ in samples) < self._wanted:
             return None
+        self._may_train -= 1
         self._started = self._started or time.monotonic()
-        all_keys, all_queries = (torch.cat(parts)[: self._wanted] for parts in zip(*samples, strict=True))
-        finite = all_keys.isfinite().flatten(1).all(1) & all_queries.isfinite().flatten(1).all(1)
-        codebook = train_codebook(all_keys[finite], all_queries[finite], self._policy.subspaces)
-        self._codebooks[layer] = codebook
+        keys, queries = (torch.cat(parts) for parts in zip(*samples, strict=True))
+        finite = keys.isfinite().flatten(1).all(1) & queries.isfinite().flatten(1).all(1)
+        codebook = self._codebooks[layer] = train_codebook(keys[finite], queries[finite], self._policy.subspaces)
         samples.clear()
         if self.ready:
-            seconds = time.monotonic() - self._started
             logger.info(
                 "Codebooks trained from %d prompt tokens for %d layers in %.1f s: methods with PQ codes are sparse from the next step on.",
-                self._wanted, len(self._expected), seconds,
+                self._wanted, len(self._expected), time.monotonic() - self._started,
             )  # fmt: skip
         return codebook
 

@@ -53,8 +53,9 @@ class Runtime:
             self.codebooks.expect(layer)
         return sparse
 
-    def count_step(self, plan: "StepPlan") -> None:
-        """Count a step's rows; once a step, whatever the number of layers."""
+    def begin_step(self, plan: "StepPlan") -> None:
+        """Count a step's rows, and let codebooks train; once a step, whatever the number of layers."""
+        self.codebooks.begin_step()
         self.counters.count_decoding(plan.decoding)
         self.counters.set_codebooks_ready(self.codebooks.ready)
         processor = processor_for(self.vllm_config)

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("vllm")
 from vllm_santa import codebook_store  # noqa: E402
 from vllm_santa.codebook import Codebook, CodebookError, CodebookInfo, Codebooks, save_codebooks  # noqa: E402
-from vllm_santa.codebook_store import CodebookStore, first_kv_head  # noqa: E402
+from vllm_santa.codebook_store import LAYERS_PER_STEP, CodebookStore, first_kv_head  # noqa: E402
 from vllm_santa.policy import Policy  # noqa: E402
 
 LAYERS, HEADS, D, M = 2, 4, 64, 8
@@ -101,17 +101,37 @@ def prompt_tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(count, HEADS, D, generator=random), torch.randn(count, HEADS, 2, D, generator=random)
 
 
+def offer(books: CodebookStore, layer: int, keys: torch.Tensor, queries: torch.Tensor) -> Codebook | None:
+    books.observe(layer, keys, queries)
+    return books.train(layer)
+
+
 def test_trained_once_enough_prompt_tokens_have_passed(store) -> None:
     books = store(Policy(subspaces=M, training_tokens=256))
     for layer in range(LAYERS):
         books.expect(layer)
     for seed in range(2):
-        assert [books.observe(layer, *prompt_tokens(100, seed)) for layer in range(LAYERS)] == [None, None]
-    first = books.observe(0, *prompt_tokens(100, 2))
+        assert [offer(books, layer, *prompt_tokens(100, seed)) for layer in range(LAYERS)] == [None, None]
+    first = offer(books, 0, *prompt_tokens(100, 2))
     assert isinstance(first, Codebook) and first.subspaces == M
     assert not books.ready, "layer 1 has none yet"
-    assert books.observe(1, *prompt_tokens(100, 2)) is books.get(1)
+    assert offer(books, 1, *prompt_tokens(100, 2)) is books.get(1)
     assert books.ready
+
+
+def test_a_step_trains_a_few_layers(store) -> None:
+    """However many wait: the others follow in the next steps, from the same samples."""
+    books = store(Policy(subspaces=M, training_tokens=256))
+    layers = range(2 * LAYERS_PER_STEP + 1)
+    for layer in layers:
+        books.expect(layer)
+        books.observe(layer, *prompt_tokens(300, layer))
+    for done in (LAYERS_PER_STEP, 2 * LAYERS_PER_STEP, len(layers)):
+        books.begin_step()
+        for layer in layers:
+            books.train(layer)
+        assert sum(books.get(layer) is not None for layer in layers) == done
+        assert books.ready == (done == len(layers))
 
 
 def test_the_same_prompts_give_the_same_codebooks(store) -> None:
@@ -122,7 +142,7 @@ def test_the_same_prompts_give_the_same_codebooks(store) -> None:
         books.expect(0)
         keys, queries = prompt_tokens(256 + extra, 3)
         keys[:256], queries[:256] = prompt_tokens(256, 4)
-        trained.append(books.observe(0, keys, queries))
+        trained.append(offer(books, 0, keys, queries))
     assert torch.equal(trained[0].centroids, trained[1].centroids)
 
 
@@ -131,5 +151,5 @@ def test_broken_tokens_do_not_spoil_training(store) -> None:
     books.expect(0)
     keys, queries = prompt_tokens(300, 5)
     keys[7, 1, 3], queries[9, 0, 1, 2] = torch.nan, torch.inf
-    trained = books.observe(0, keys, queries)
+    trained = offer(books, 0, keys, queries)
     assert all(tensor.isfinite().all() for tensor in trained.tensors().values())

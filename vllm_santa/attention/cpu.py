@@ -66,13 +66,13 @@ class SantaCpuMetadataBuilder(AttentionMetadataBuilder[SantaCpuMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(1)
         self.runtime = runtime_for(vllm_config)
-        self.counts = attach_layers(vllm_config, layer_names)
+        self.begins_step = attach_layers(vllm_config, layer_names)
 
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> SantaCpuMetadata:
         common = common_attn_metadata
         plan = plan_step(common, self.runtime)
-        if self.counts:
-            self.runtime.count_step(plan)
+        if self.begins_step:
+            self.runtime.begin_step(plan)
         return SantaCpuMetadata(common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), SparseStep.of(common, plan))
 
 

@@ -53,8 +53,8 @@ class SparseStep:
 
 
 def attach_layers(vllm_config: VllmConfig, layer_names: list[str]) -> bool:
-    """Tell the layers of a builder their indices. Returns whether they include the first layer: its builder counts the steps' rows, so
-    that a model with several groups of layers counts them once."""
+    """Tell the layers of a builder their indices. Returns whether they include the first layer: its builder begins the steps, so that
+    a model with several groups of layers counts their rows once."""
     layers = vllm_config.compilation_config.static_forward_context
     for name in layer_names:
         layers[name].impl.santa.attach(extract_layer_index(name))
@@ -92,14 +92,16 @@ class SparseLayer:
             self.uncoded[slots // codes.shape[2]] = True
 
     def train(self, query: Tensor, key: Tensor, kv: Tensor, codes: Tensor, step: SparseStep) -> None:
-        """Offer the step's prompt tokens to the codebook, if there is none; when it appears, encode what the cache holds.
+        """While there is no codebook: offer it the step's prompt tokens, and when it appears, encode what the cache holds.
 
         query: [T, Hq, D]. key: [T, H, D].
         """
-        if not self.sparse or self.context.codebook is not None or len(step.prompt_tokens) == 0:
+        if not self.sparse or self.context.codebook is not None:
             return
-        tokens = step.prompt_tokens.to(key.device)
-        codebook = self.runtime.codebooks.observe(self.context.layer, key[tokens], query[tokens].unflatten(1, (self.num_kv_heads, -1)))
+        if len(step.prompt_tokens) > 0:
+            tokens = step.prompt_tokens.to(key.device)
+            self.runtime.codebooks.observe(self.context.layer, key[tokens], query[tokens].unflatten(1, (self.num_kv_heads, -1)))
+        codebook = self.runtime.codebooks.train(self.context.layer)
         if codebook is None:
             return
         self.context = replace(self.context, codebook=codebook)
