@@ -1,6 +1,6 @@
 """Decode attention of the SANTA family against FlashInfer's dense paged decode: same pages, one process, replayed graphs.
 
-    python -m benchmarks.kernels.santa [--quick] [--results FOLDER]
+    python -m benchmarks.kernels.santa [--quick] [--head-dim D] [--results FOLDER]
 
 Prints a table and writes santa-kernels.json: one row per method and shape, with the bytes that had to be read and the share of the
 machine's copy speed they were read at.
@@ -96,6 +96,7 @@ def measure(case: Case, scores: str, budgets: list[tuple[Method, int]], copy: fl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="the Llama-3.1-8B shapes with peaked scores only")
+    parser.add_argument("--head-dim", type=int, help="only shapes of this head_dim: FlashInfer compiles its modules for each")
     parser.add_argument("--results", type=Path, default=Path(__file__).parents[1] / "results")
     args = parser.parse_args()
     copy = copy_speed()
@@ -103,7 +104,8 @@ def main() -> None:
     rows = [row for case in LLAMA_8B for row in measure(case, "peaked", BUDGETS, copy)]
     if not args.quick:
         rows += [row for case in LLAMA_8B for row in measure(case, "flat", BUDGETS[:2], copy)]
-        rows += [row for case in OTHERS for row in measure(case, "peaked", BUDGETS[:2], copy)]
+        others = [case for case in OTHERS if args.head_dim in (None, case.head_dim)]
+        rows += [row for case in others for row in measure(case, "peaked", BUDGETS[:2], copy)]
     result = {
         "command": "python -m benchmarks.kernels.santa " + " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).date().isoformat(),
