@@ -119,7 +119,7 @@ def run(folder: Path, port: int, serve: bool, console: Console) -> None:
     with serving(folder, MODEL, port, log, lambda line: status.update(f"starting, {line}")) as address:
         status.stop()
         if serve:
-            console.print(EXAMPLE.format(address=address), highlight=False, markup=False)
+            console.print(EXAMPLE.format(address=address), highlight=False, markup=False, soft_wrap=True)
             while True:
                 time.sleep(3600)
         try:

@@ -48,13 +48,14 @@ def messages(needle: Needle, prose: list[str]) -> list[dict[str, str]]:
 
 def docstring_prose(tokenizer: Tokenizer, tokens: int) -> list[str]:
     """Paragraphs of plain English from the standard library's docstrings, at most `tokens` tokens together."""
-    chosen: list[str] = []
-    for paragraph in dict.fromkeys(_paragraphs()):
-        tokens -= len(tokenizer.encode(paragraph).ids) + 1
-        if tokens < 0:
-            break
-        chosen.append(paragraph)
-    return chosen
+    chosen: dict[str, None] = {}  # in order, and each once
+    for paragraph in _paragraphs():
+        if paragraph not in chosen:
+            tokens -= len(tokenizer.encode(paragraph).ids) + 1
+            if tokens < 0:
+                break
+            chosen[paragraph] = None
+    return list(chosen)
 
 
 def _paragraphs() -> Iterator[str]:

@@ -15,7 +15,7 @@ from urllib.error import URLError
 from urllib.request import urlopen
 
 START_LIMIT = 1800  # seconds; eight minutes were seen on two cores busy with other work
-STOP_LIMIT = 20  # seconds between asking the processes to end and ending them
+STOP_LIMIT = 60  # seconds between asking the processes to end and ending them
 LOG_LINES = 25
 # float32: many CPUs multiply bfloat16 several times more slowly. Two sequences of full length fit into one GiB of KV cache.
 OPTIONS = ("--dtype", "float32", "--max-model-len", "8192", "--max-num-seqs", "8", "--enforce-eager")

@@ -64,11 +64,11 @@ def test_counters_are_summed_over_labels_that_were_not_asked_for(address: str) -
 
 
 def test_prose_fills_the_tokens_asked_for_and_is_the_same_every_time(words: Tokenizer) -> None:
-    prose = docstring_prose(words, 5000)
+    prose = docstring_prose(words, 1500)
     count = sum(len(words.encode(paragraph).ids) for paragraph in prose)
-    assert 4500 < count <= 5000 and len(set(prose)) == len(prose)
-    assert docstring_prose(words, 5000) == prose
-    assert docstring_prose(words, 2500) == prose[: len(docstring_prose(words, 2500))]
+    assert 1300 < count <= 1500 and len(set(prose)) == len(prose)
+    assert docstring_prose(words, 1500) == prose
+    assert docstring_prose(words, 700) == prose[: len(docstring_prose(words, 700))]
 
 
 @pytest.mark.parametrize(("depth", "place"), [(0.0, 0), (0.5, 2), (1.0, 4)])
