@@ -62,7 +62,8 @@ def _record_and_attend(
     layer = int(module.layer_idx)
     if _wanted is None or layer in _wanted:
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        _records[layer] = Captured(*(tensor[0].transpose(0, 1) for tensor in (query, key, value)), scale)
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        _records[layer] = Captured(queries, keys, values, scale)
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
