@@ -27,7 +27,7 @@ CAPTION = (
     "Rows read are means over decode steps, layers and KV heads. A budget counts distinct rows, for prop draws per query head; "
     "ssa reads the sink and local windows besides. Times are those of the plain PyTorch reference on this CPU."
 )
-CODEBOOK_LIMIT = 120  # seconds to wait for the server to train its codebooks
+WARM_UP_LIMIT = 20  # answers that the server may need to train its codebooks
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,13 @@ def ask(client: OpenAI, address: str, chat: list[dict[str, str]], parameters: di
 
 
 def compare(client: OpenAI, address: str, prose: list[str], console: Console) -> Table:
-    """Ask for the needle with every method. The first, dense, answer pays for the prefill; the others find it in the prefix cache."""
+    """Ask for the needle with every method. All find the prompt in the prefix cache."""
     table = Table("method", "budget", "answer", "right", "V rows", "K rows", "ms/token", caption=CAPTION)
     chat = messages(NEEDLE, prose)
-    with console.status("") as status:
+    with console.status(f"reading {TOKENS} tokens, and training PQ codebooks on them a few layers a step") as status:
+        warm_up(client, address, chat)
         for parameters in (DENSE, *SPARSE):
             method, budget = str(parameters["santa_method"]), str(parameters.get("santa_budget", ""))
-            if method == "ssa":
-                status.update("waiting for the server's codebooks")
-                wait_for_codebooks(address)
             status.update(f"asking about {TOKENS} tokens with {method} {budget}")
             answer = ask(client, address, chat, parameters, prefix=True)
             table.title = f"A needle in {answer.reads.context / answer.reads.steps:,.0f} tokens: what each method answers and reads"
@@ -73,13 +71,13 @@ def compare(client: OpenAI, address: str, prose: list[str], console: Console) ->
     return table
 
 
-def wait_for_codebooks(address: str) -> None:
-    """`ssa` needs codebooks, which the server trains from the first long prefill; until then it answers densely."""
-    deadline = time.monotonic() + CODEBOOK_LIMIT
-    while not counter(address, "santa_codebooks_ready"):
-        if time.monotonic() > deadline:
-            raise ServerError(f"the server has no codebooks {CODEBOOK_LIMIT} s after a prefill of {TOKENS} tokens")
-        time.sleep(0.5)
+def warm_up(client: OpenAI, address: str, chat: list[dict[str, str]]) -> None:
+    """Pay for the prefill, and for the codebooks that `ssa` needs: the server trains them on its first prompts, while it answers."""
+    for _ in range(WARM_UP_LIMIT):
+        ask(client, address, chat, DENSE, prefix=True)
+        if counter(address, "santa_codebooks_ready"):
+            return
+    raise ServerError(f"the server has no codebooks after a prefill of {TOKENS} tokens and {WARM_UP_LIMIT} answers")
 
 
 def cells(answer: Answer) -> list[str]:

@@ -24,7 +24,7 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # Threads that wait must not spin: on a busy machine they take the core from the thread they wait for.
     "OMP_WAIT_POLICY": "PASSIVE",
-    # Codebooks are trained within one step, which takes about a minute of two idle cores.
+    # A step that prefills thousands of tokens, or trains codebooks, takes minutes where the cores are busy.
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": "1800",
     "HF_HUB_OFFLINE": "1",
 }
