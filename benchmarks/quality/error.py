@@ -6,8 +6,6 @@ second half of the text, against dense attention in float32. Writes benchmarks/r
 
 import json
 import platform
-import shlex
-import sys
 import time
 from collections import defaultdict
 from datetime import datetime, timezone
@@ -71,7 +69,8 @@ def main(
             for result in measure(problem, repeats):
                 found[result.method, result.budget].append(result)
     report = {
-        "command": shlex.join(["python", "-m", "benchmarks.quality.error", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.quality.error {model} --context {context} --text {text} --codebook-text {codebook_text} "
+        f"--training {training or context} --subspaces {subspaces} --layer-step {layer_step} --positions {positions} --repeats {repeats}",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
         "model": model,

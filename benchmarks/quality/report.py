@@ -39,8 +39,15 @@ class Study:
 
     @property
     def title(self) -> str:
-        other = "" if self.report["codebook_text"] == "other-essays" else f", codebook from {self.report['codebook_text']}"
-        return f"{self.report['model']}, {self.report['context']:,} tokens{other}"
+        report = self.report
+        name = f"{report['model']}, {report['context']:,} tokens"
+        return name if self.usual_codebook else f"{name}, codebook from {report['training']:,} of {report['codebook_text']}"
+
+    @property
+    def usual_codebook(self) -> bool:
+        """Codebooks from other essays, from as many positions as are measured."""
+        report = self.report
+        return report["codebook_text"] == "other-essays" and report.get("training", report["context"]) >= report["context"]
 
     def rows(self, method: str) -> list[dict[str, Any]]:
         """A method's rows, by budget."""
@@ -138,11 +145,10 @@ def main(
     """Draw the pictures and print the tables."""
     studies = load(results)
     images.mkdir(parents=True, exist_ok=True)
-    plain = [study for study in studies if study.report["codebook_text"] == "other-essays"]
+    plain = [study for study in studies if study.usual_codebook]
     draw_value_methods(plain, images / "error-values.png")
     draw_selections(plain, images / "error-selections.png")
-    for table in (selection_table, draws_table, bernoulli_table):
-        print("\n\n".join(map(table, studies)), end="\n\n")
+    print(*map(selection_table, studies), *map(draws_table, plain), *map(bernoulli_table, plain), sep="\n\n")
 
 
 if __name__ == "__main__":
