@@ -21,7 +21,7 @@ static_assert(kHeadDim == 64 || kHeadDim == 96 || kHeadDim == 128 || kHeadDim ==
 static_assert(kGroup >= 1 && kGroup <= 16, "1 to 16 query heads share a KV head");
 #endif
 
-constexpr int kUnit = 64;                            // tokens a warp scores at a time, and that share one exponent (GROUP of docs/estimators.md)
+constexpr int kUnit = 64;  // tokens a warp scores at a time, and that share one exponent (GROUP of docs/estimators.md)
 constexpr int64_t kOne = int64_t(1) << 44;           // one expected row
 constexpr int kExcluded = -32768;                    // log-code of a token no selection may take
 constexpr int kBinShift = 5;                         // a histogram bin holds 2^5 log-codes: 1/8 octave
@@ -86,7 +86,9 @@ __device__ __forceinline__ uint64_t evict_first() {
 // A row of K or V, read by several lanes at once: 64 bytes at a time reach only 85 % of the speed without the 128-byte hint.
 __device__ __forceinline__ uint4 load_row(const void* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
   return v;
 }
 // One 16-byte store; left alone, the compiler splits some of them.

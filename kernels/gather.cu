@@ -8,7 +8,9 @@ namespace santa {
 
 constexpr int kGatherWarps = 4, kGatherThreads = 32 * kGatherWarps;
 constexpr int kValueLoads = 16 / kRowsAtOnce;
-constexpr bool kValuesEarly = kHeadDim * kGroup <= 1024;       // registers allow it: V is read beside K, not after it
+// Registers of a lane's keys, V rows, sums and queries: where they allow it, V is read beside K, not after it.
+constexpr int kRowRegisters = 8 * kPieces + 4 * kValueLoads + 8 * kGroup + 4 * kColumns * kPieces;
+constexpr bool kValuesEarly = kRowRegisters <= 200;
 
 // Exact log2-sum-exp of the head, NaN if a score was NaN or +inf, -inf if none was finite. By one warp.
 __device__ float log_sum_exp(const float2* mass, int chunks) {
@@ -62,8 +64,8 @@ struct RowTile {
   }
 };
 
-__global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 4 : 1) gather_kernel(Batch batch, Pages pages, Scores scores, const Half* q, SelectBuffers select,
-                                                                Merge merge, Half* out, float* lse_out) {
+__global__ void __launch_bounds__(kGatherThreads, kRowRegisters <= 112 ? 4 : 2)
+    gather_kernel(Batch batch, Pages pages, Scores scores, const Half* q, SelectBuffers select, Merge merge, Half* out, float* lse_out) {
   __shared__ float lse[kGroup];
   __shared__ const Half* address[kGatherWarps][16];
   __shared__ float weight[kGatherWarps][16][kGroup];
@@ -124,8 +126,8 @@ __global__ void __launch_bounds__(kGatherThreads, kValuesEarly ? 4 : 1) gather_k
     finish_splits<size, kGatherThreads>(merge, pair, active, out + pair * size, [](int, int) { return 1.f; });
 }
 
-cudaError_t gather(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const SelectBuffers& select, const Merge& merge,
-                   void* out, float* lse, cudaStream_t stream, bool overlap) {
+cudaError_t gather(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const SelectBuffers& select,
+                   const Merge& merge, void* out, float* lse, cudaStream_t stream, bool overlap) {
   return launch(gather_kernel, dim3(merge.splits, batch.kv_heads, batch.rows), kGatherThreads,
                 kGatherWarps * kGroup * kHeadDim * sizeof(float), stream, overlap, batch, pages, scores,
                 static_cast<const Half*>(q), select, merge, static_cast<Half*>(out), lse);

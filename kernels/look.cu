@@ -16,7 +16,8 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
   const int64_t pair = int64_t(row) * batch.kv_heads + head;
   uint4* histogram = reinterpret_cast<uint4*>(out.histogram + pair * kBins);
   for (int i = part * kLookThreads + threadIdx.x; i < kBins / 4; i += parts * kLookThreads) histogram[i] = uint4{0, 0, 0, 0};
-  for (int i = part * kLookThreads + threadIdx.x; i < out.max_chunks; i += parts * kLookThreads) out.chunk_sum[pair * out.max_chunks + i] = 0;
+  for (int i = part * kLookThreads + threadIdx.x; i < out.max_chunks; i += parts * kLookThreads)
+    out.chunk_sum[pair * out.max_chunks + i] = 0;
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4;
   const int looks = parts * kPartKeys, spread = looks - kFirst - kLast;
@@ -72,7 +73,8 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
 }
 
 cudaError_t look(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const PpsBuffers& out, cudaStream_t stream) {
-  return launch(look_kernel, dim3(kLookParts, batch.kv_heads, batch.rows), kLookThreads, 0, stream, false, batch, pages, scores, static_cast<const Half*>(q), out);
+  return launch(look_kernel, dim3(kLookParts, batch.kv_heads, batch.rows), kLookThreads, 0, stream, false, batch, pages, scores,
+                static_cast<const Half*>(q), out);
 }
 
 }  // namespace santa

@@ -123,7 +123,8 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) place_kernel(Batch batch, Se
 }
 
 cudaError_t place(const Batch& batch, const SelectBuffers& select, int block_size, cudaStream_t stream, bool overlap) {
-  return launch(place_kernel, dim3(select.max_chunks, batch.kv_heads, batch.rows), kPlaceThreads, 0, stream, overlap, batch, select, block_size);
+  return launch(place_kernel, dim3(select.max_chunks, batch.kv_heads, batch.rows), kPlaceThreads, 0, stream, overlap, batch, select,
+                block_size);
 }
 
 }  // namespace santa

@@ -19,10 +19,20 @@ void pps(TensorView q, TensorView kv, TensorView block_table, TensorView seq_len
   const Pages pages = make_pages(kv);
   const Scores scores = Scores::make(float(scale), float(soft_cap));
   const int chunks = int(chunk_sum.size(2));
-  const PpsBuffers scan{data<float2>(look_parts), data<unsigned>(histogram), data<int16_t>(codes), data<float2>(unit_mass), data<int64_t>(chunk_sum), chunks};
-  const SelectBuffers select{data<const unsigned>(histogram), data<const int16_t>(codes), data<const float2>(unit_mass), data<const int64_t>(exp2),
-                             data<int>(rate), data<int64_t>(chunk_sum), data<float2>(chunk_mass), data<int4>(sample),
-                             data<int>(count), chunks, int(sample.size(2)), kGroup};
+  const PpsBuffers scan{data<float2>(look_parts), data<unsigned>(histogram), data<int16_t>(codes),
+                        data<float2>(unit_mass),  data<int64_t>(chunk_sum),  chunks};
+  const SelectBuffers select{data<const unsigned>(histogram),
+                             data<const int16_t>(codes),
+                             data<const float2>(unit_mass),
+                             data<const int64_t>(exp2),
+                             data<int>(rate),
+                             data<int64_t>(chunk_sum),
+                             data<float2>(chunk_mass),
+                             data<int4>(sample),
+                             data<int>(count),
+                             chunks,
+                             int(sample.size(2)),
+                             kGroup};
   const Merge merge{data<float>(partial), data<int>(done), int(partial.size(2))};
   const bool overlap = overlaps(device);
   check(look(batch, pages, scores, q.data_ptr(), scan, stream), "look");

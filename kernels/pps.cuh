@@ -19,7 +19,8 @@ struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV
 };
 
 cudaError_t look(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, cudaStream_t);
-cudaError_t score_codes(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, int blocks, cudaStream_t, bool overlap);
+cudaError_t score_codes(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, int blocks, cudaStream_t,
+                        bool overlap);
 // then place of selection.cuh
 cudaError_t gather(const Batch&, const Pages&, const Scores&, const void* q, const SelectBuffers&, const Merge&, void* out, float* lse,
                    cudaStream_t, bool overlap);

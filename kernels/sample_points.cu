@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(THREADS) sample_points_kernel(Batch batch, Pag
   const int per_block = ceil_div(ceil_div(budget, merge.splits), kDraws) * kDraws;
   const int first = split * per_block, last = min(budget, first + per_block);
   const int64_t owner = int64_t(row) * gridDim.y + head;
-  const int64_t point = threadIdx.x < kDraws ? draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, first + threadIdx.x) : 0;
+  const int64_t point =
+      threadIdx.x < kDraws ? draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, first + threadIdx.x) : 0;
   wait_previous();
   if (split > 0 && first >= last) return;
 

@@ -21,8 +21,8 @@ __device__ int largest_exponent(const int2* unit, int first, int last) {
 }
 
 // One head's copies in one tile, as weights of V rows relative to the block's reference. By one warp; lane l has tokens 8l .. 8l + 7.
-__device__ void sample_tile(const Stash& stash, int64_t head_row, int max_units, int units, int tile, int draws, int64_t offset, TileState& state,
-                            float* weight) {
+__device__ void sample_tile(const Stash& stash, int64_t head_row, int max_units, int units, int tile, int draws, int64_t offset,
+                            TileState& state, float* weight) {
   const int lane = threadIdx.x % 32, u = tile * kTileUnits + lane / 8;
   const int2 unit = u < units ? stash.unit[head_row * max_units + u] : make_int2(kNoExponent, 0);
   uint4 words = {};
@@ -56,7 +56,8 @@ __device__ void sample_tile(const Stash& stash, int64_t head_row, int max_units,
   eight[1] = make_float4(copies[4], copies[5], copies[6], copies[7]);
 }
 
-__global__ void __launch_bounds__(kTileThreads, kGroup * kHeadDim <= 512 ? 6 : 1) sample_tiles_kernel(Batch batch, Pages pages, Stash stash, TileMerge tile_merge, Half* out, float* lse) {
+__global__ void __launch_bounds__(kTileThreads, kGroup* kHeadDim <= 512 ? 6 : 1)
+    sample_tiles_kernel(Batch batch, Pages pages, Stash stash, TileMerge tile_merge, Half* out, float* lse) {
   extern __shared__ __align__(16) float parts[];     // [kTileWarps, kGroup * kHeadDim]
   __shared__ __align__(16) float weight[kGroup][kTile];
   __shared__ const Half* address[kTile];
@@ -80,7 +81,9 @@ __global__ void __launch_bounds__(kTileThreads, kGroup * kHeadDim <= 512 ? 6 : 1
   for (int k = 0; k < kOwnHeads; ++k) {
     const int h = warp + k * kTileWarps;
     state[k] = {kNoExponent, 0.f};
-    if (h < kGroup) state[k].reference = largest_exponent(stash.unit + (pair * kGroup + h) * batch.max_units, first * kTileUnits, min(units, last * kTileUnits));
+    if (h < kGroup)
+      state[k].reference =
+          largest_exponent(stash.unit + (pair * kGroup + h) * batch.max_units, first * kTileUnits, min(units, last * kTileUnits));
   }
   ValueSum<kGroup> values;
   for (int tile = first; tile < last; ++tile) {
@@ -88,7 +91,8 @@ __global__ void __launch_bounds__(kTileThreads, kGroup * kHeadDim <= 512 ? 6 : 1
     for (int k = 0; k < kOwnHeads; ++k)
       if (const int h = warp + k * kTileWarps; h < kGroup)
         sample_tile(stash, pair * kGroup + h, batch.max_units, units, tile, draws,
-                    uniform44(batch.seed[row], n - 1, batch.layer, kValueStream, (batch.head_offset + head) * kGroup + h, tile), state[k], weight[h]);
+                    uniform44(batch.seed[row], n - 1, batch.layer, kValueStream, (batch.head_offset + head) * kGroup + h, tile), state[k],
+                    weight[h]);
     __syncthreads();
     int base = 0;                                    // list the tokens some head drew, in order
     for (int start = 0; start < kTile; start += kTileThreads) {

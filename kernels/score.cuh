@@ -58,7 +58,8 @@ struct KeyRing {
       const int within = row % 16, r = within / 2, i = 2 * (tile + row / 16) + within % 2;      // token 8r + i
       const Half* from = reinterpret_cast<const Half*>(__shfl_sync(kAll, reinterpret_cast<uint64_t>(unit.base), 4 * r));
       const int valid = __shfl_sync(kAll, unit.valid, 4 * r);
-      asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to + (row * kRowSlots + (chunk ^ r % 2 * 4)) * 16),
+      asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
+                       to + (row * kRowSlots + (chunk ^ r % 2 * 4)) * 16),
                    "l"(from + i * (2 * kHeadDim) + (part * kStepChunks + chunk) * 8), "r"(i < valid ? 16 : 0), "l"(policy)
                    : "memory");
     }

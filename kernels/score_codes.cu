@@ -81,7 +81,8 @@ struct CodeEpilogue {
   }
 };
 
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_codes_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers out) {
+__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
+    score_codes_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers out) {
   extern __shared__ __align__(128) char shared[];
   int* before = reinterpret_cast<int*>(shared + kRingBytes);
   __shared__ __align__(16) unsigned histogram[kBins];
@@ -118,8 +119,8 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_codes_kerne
 
 cudaError_t score_codes(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const PpsBuffers& out, int blocks,
                         cudaStream_t stream, bool overlap) {
-  return launch(score_codes_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int), stream, overlap, batch, pages, scores,
-                static_cast<const Half*>(q), out);
+  return launch(score_codes_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int), stream, overlap, batch, pages,
+                scores, static_cast<const Half*>(q), out);
 }
 
 }  // namespace santa

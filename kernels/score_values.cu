@@ -34,7 +34,8 @@ struct ValueEpilogue {
   }
 };
 
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_values_kernel(Batch batch, Pages pages, Scores scores, const Half* q, Stash out) {
+__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
+    score_values_kernel(Batch batch, Pages pages, Scores scores, const Half* q, Stash out) {
   extern __shared__ __align__(128) char shared[];
   int* before = reinterpret_cast<int*>(shared + kRingBytes);
   count_units<kScoreThreads>(batch, before);
@@ -55,8 +56,8 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks) score_values_kern
 
 cudaError_t score_values(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const Stash& out, int blocks,
                          cudaStream_t stream) {
-  return launch(score_values_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int), stream, false, batch, pages, scores,
-                static_cast<const Half*>(q), out);
+  return launch(score_values_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int), stream, false, batch, pages,
+                scores, static_cast<const Half*>(q), out);
 }
 
 }  // namespace santa

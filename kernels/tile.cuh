@@ -31,7 +31,8 @@ struct Query {
       const int head = 8 * j + lane / 4;
 #pragma unroll
       for (int p = 0; p < kPieces; ++p)
-        piece[j][p] = head < kGroup ? *reinterpret_cast<const uint4*>(q + int64_t(head) * kHeadDim + p * 32 + lane % 4 * 8) : uint4{0, 0, 0, 0};
+        piece[j][p] =
+            head < kGroup ? *reinterpret_cast<const uint4*>(q + int64_t(head) * kHeadDim + p * 32 + lane % 4 * 8) : uint4{0, 0, 0, 0};
     }
   }
 };

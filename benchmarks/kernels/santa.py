@@ -8,7 +8,6 @@ machine's copy speed they were read at.
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -106,8 +105,9 @@ def main() -> None:
         rows += [row for case in LLAMA_8B for row in measure(case, "flat", BUDGETS[:2], copy)]
         others = [case for case in OTHERS if args.head_dim in (None, case.head_dim)]
         rows += [row for case in others for row in measure(case, "peaked", BUDGETS[:2], copy)]
+    head_dim = ["--head-dim", str(args.head_dim)] if args.head_dim else []
     result = {
-        "command": "python -m benchmarks.kernels.santa " + " ".join(sys.argv[1:]),
+        "command": " ".join(["python -m benchmarks.kernels.santa", *(["--quick"] if args.quick else []), *head_dim]),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": versions(),
         "copy_terabytes_per_second": copy / 1e12,
