@@ -48,9 +48,7 @@ def calibrate(name: str, text: str, tokens: int, subspaces: int, seed: int, prog
     return Codebooks(layers, info)
 
 
-def _capture(
-    model: PreTrainedModel, windows: list[torch.Tensor], progress: Progress
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+def _capture(model: PreTrainedModel, windows: list[torch.Tensor], progress: Progress) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
     """Layer -> keys [n, H, D] and queries [n, H, G, D] of all windows."""
     parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for window in progress.track(windows, description="running the model"):

@@ -2,7 +2,8 @@
 
 import typer
 
-from vllm_santa import calibrate_cli, policy_cli
+from vllm_santa import calibrate_cli
+from vllm_santa.policy import cli as policy_cli
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Companion of the vLLM attention backend SANTA.")
 

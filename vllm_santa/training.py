@@ -14,9 +14,7 @@ ITERATIONS = 5
 RIDGE = 1e-3  # of Σ_q's mean eigenvalue: keeps the queries' transform, its inverse root, bounded
 
 
-def train_codebook(
-    keys: torch.Tensor, queries: torch.Tensor, subspaces: int = 16, seed: int = 0, iterations: int = ITERATIONS
-) -> Codebook:
+def train_codebook(keys: torch.Tensor, queries: torch.Tensor, subspaces: int = 16, seed: int = 0, iterations: int = ITERATIONS) -> Codebook:
     """keys [n, H, D], queries [m, H, G, D] (as attention sees them: after RoPE) -> Codebook on the same device.
 
     n and m are free and unrelated; n < 256, or few distinct keys, only leaves centroids unused. Same inputs and seed, same codebook.
@@ -30,9 +28,7 @@ def train_codebook(
     return Codebook(mean, key_transform, query_transform, centroids)
 
 
-def query_aware_transform(
-    keys: torch.Tensor, queries: torch.Tensor, subspaces: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def query_aware_transform(keys: torch.Tensor, queries: torch.Tensor, subspaces: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Centre [H, D], key transform A R / s and query transform A⁻¹ R s, both [H, D, D]; float32.
 
     s gives the transformed keys a mean square of 1 per dimension, so that half precision holds them.
@@ -112,7 +108,8 @@ def _restarts(points: torch.Tensor, distance: torch.Tensor, sizes: torch.Tensor)
 def _plus_plus(points: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
     """k-means++ (Arthur and Vassilvitskii 2007): each next centroid is a point drawn in proportion to its squared distance."""
     problems, count, dim = points.shape
-    draws = torch.rand(clusters, problems, 1, generator=torch.Generator().manual_seed(seed)).to(points.device)
+    # The same numbers for every problem, so that a tensor-parallel rank trains its heads as a single worker would.
+    draws = torch.rand(clusters, generator=torch.Generator().manual_seed(seed)).to(points.device)
     columns = points.mT.contiguous()  # [P, d, n]: the long axis innermost is several times faster on a CPU
     centroids = points.new_empty(problems, dim, clusters)
     distance = points.new_ones(problems, count)

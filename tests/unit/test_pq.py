@@ -192,3 +192,11 @@ def test_refusals() -> None:
     keys[4, 1, 7] = torch.nan
     with pytest.raises(ValueError, match="keys: 1 of 10 rows are NaN or infinite"):
         train_codebook(keys, queries)
+
+
+def test_kmeans_of_a_problem_does_not_depend_on_the_others() -> None:
+    """So tensor-parallel ranks train their heads as one worker would."""
+    points = torch.randn(4, 300, 4, generator=torch.Generator().manual_seed(9))
+    together = kmeans(points, 16, seed=3, iterations=3)
+    alone = torch.cat([kmeans(points[i : i + 1], 16, seed=3, iterations=3) for i in range(4)])
+    torch.testing.assert_close(together, alone)
