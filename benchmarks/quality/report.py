@@ -118,6 +118,21 @@ def selection_table(study: Study) -> str:
     return "\n".join(lines)
 
 
+def comparison_table(studies: list[Study]) -> str:
+    """How far `ssa`'s mean error lies below (−) or above (+) the others' at 0.5, 1 and 2 %."""
+    lines = [
+        "| `ssa` against, at 0.5 / 1 / 2 % | " + " | ".join(study.title for study in studies) + " |",
+        "|---" * (len(studies) + 1) + "|",
+    ]
+    for method in SELECTIONS[1:]:
+        cells = []
+        for study in studies:
+            pairs = list(zip(study.rows("ssa"), study.rows(method), strict=True))[:3]
+            cells.append(" / ".join(f"{ours['mean'] / other['mean'] - 1:+.0%}" for ours, other in pairs).replace("-", "−"))
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def draws_table(study: Study) -> str:
     """Mean error (rows of V read per KV head) of every method whose budget is a number of draws."""
     budgets = [row["budget"] for row in study.rows("santa")]
@@ -148,7 +163,7 @@ def main(
     plain = [study for study in studies if study.usual_codebook]
     draw_value_methods(plain, images / "error-values.png")
     draw_selections(plain, images / "error-selections.png")
-    print(*map(selection_table, studies), *map(draws_table, plain), *map(bernoulli_table, plain), sep="\n\n")
+    print(comparison_table(plain), *map(selection_table, studies), *map(draws_table, plain), *map(bernoulli_table, plain), sep="\n\n")
 
 
 if __name__ == "__main__":
