@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import vllm_santa
 from vllm_santa.capture import capture_qkv
 from vllm_santa.codebook import CodebookError, CodebookInfo, Codebooks, check_subspaces
+from vllm_santa.rotary import layer_rotary
 from vllm_santa.training import train_codebook
 
 FEWEST_TOKENS = 1024  # four keys a centroid
@@ -18,7 +19,8 @@ FEWEST_TOKENS = 1024  # four keys a centroid
 def calibrate(name: str, text: str, tokens: int, subspaces: int, seed: int, progress: Progress) -> Codebooks:
     """Codebooks of the Hugging Face model `name` (folder or hub name), trained on the first `tokens` tokens of the text.
 
-    Texts longer than the model's context are run in windows. Runs on the first GPU, else on the CPU in float32.
+    Texts longer than the model's context are run in windows, shorter ones are spread over all its positions. Runs on the first GPU,
+    else on the CPU in float32.
     Raises CodebookError for a text that is too short or a head_dim the subspaces do not divide.
     """
     config = AutoConfig.from_pretrained(name).get_text_config()
@@ -34,7 +36,8 @@ def calibrate(name: str, text: str, tokens: int, subspaces: int, seed: int, prog
     samples = _capture(model, list(input_ids.split(config.max_position_embeddings, 1)), progress)
     layers = {}
     for layer, (keys, queries) in progress.track(samples.items(), description="training layers"):
-        layers[layer] = train_codebook(keys, queries, subspaces, seed)
+        rotary = layer_rotary(config, layer, config.max_position_embeddings)
+        layers[layer] = train_codebook(keys, queries, subspaces, seed, rotary=rotary)
     info = CodebookInfo(
         model=Path(name).name if Path(name).is_dir() else name,
         num_layers=config.num_hidden_layers,

@@ -9,6 +9,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.logger import init_logger
 
 from vllm_santa.codebook import Codebook, CodebookError, ModelShape, load_codebooks
+from vllm_santa.rotary import layer_rotary
 from vllm_santa.training import train_codebook
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class CodebookStore:
         self._started = 0.0
         self.trains = policy.codebooks is None
         model = vllm_config.model_config
+        self._text_config, self._max_model_len = model.hf_text_config, model.max_model_len
         self._heads_total = model.get_total_num_kv_heads()
         self._heads = model.get_num_kv_heads(vllm_config.parallel_config)
         if policy.codebooks is not None:
@@ -90,7 +92,9 @@ class CodebookStore:
         self._started = self._started or time.monotonic()
         keys, queries = (torch.cat(parts) for parts in zip(*samples, strict=True))
         finite = keys.isfinite().flatten(1).all(1) & queries.isfinite().flatten(1).all(1)
-        codebook = self._codebooks[layer] = train_codebook(keys[finite], queries[finite], self._policy.subspaces)
+        codebook = self._codebooks[layer] = train_codebook(
+            keys[finite], queries[finite], self._policy.subspaces, rotary=layer_rotary(self._text_config, layer, self._max_model_len)
+        )
         samples.clear()
         if self.ready:
             logger.info(

@@ -9,19 +9,31 @@ import torch
 
 from vllm_santa.codebook import CENTROIDS, Codebook, check_subspaces
 from vllm_santa.reference.pq import nearest, split_subspaces
+from vllm_santa.rotary import Rotary
 
 ITERATIONS = 5
 RIDGE = 1e-3  # of Σ_q's mean eigenvalue: keeps the queries' transform, its inverse root, bounded
 
 
-def train_codebook(keys: torch.Tensor, queries: torch.Tensor, subspaces: int = 16, seed: int = 0, iterations: int = ITERATIONS) -> Codebook:
+def train_codebook(
+    keys: torch.Tensor,
+    queries: torch.Tensor,
+    subspaces: int = 16,
+    seed: int = 0,
+    iterations: int = ITERATIONS,
+    rotary: Rotary | None = None,
+) -> Codebook:
     """keys [n, H, D], queries [m, H, G, D] (as attention sees them: after RoPE) -> Codebook on the same device.
 
     n and m are free and unrelated; n < 256, or few distinct keys, only leaves centroids unused. Same inputs and seed, same codebook.
+    rotary: spreads keys and queries over all positions to be served; without it the codebook is good only up to the positions it has seen.
     Raises CodebookError for a head_dim that the subspaces do not divide, ValueError for empty, mismatched or non-finite inputs.
     """
     check_subspaces(keys.shape[-1], subspaces)
     _check_inputs(keys, queries)
+    if rotary:
+        generator = torch.Generator().manual_seed(seed)
+        keys, queries = rotary.spread(keys, generator), rotary.spread(queries, generator)
     mean, key_transform, query_transform = query_aware_transform(keys, queries, subspaces)
     points = split_subspaces((keys.float().transpose(0, 1) - mean[:, None]) @ key_transform, subspaces)
     centroids = kmeans(points, CENTROIDS, seed, iterations).unflatten(0, (keys.shape[1], subspaces))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import PretrainedConfig
 
 pytest.importorskip("vllm")
 from vllm_santa import codebook_store  # noqa: E402
@@ -45,7 +46,7 @@ def store(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(codebook_store, "get_tensor_model_parallel_world_size", lambda: ranks)
         model = SimpleNamespace(
             get_total_num_hidden_layers=lambda: LAYERS, get_total_num_kv_heads=lambda: HEADS, get_head_size=lambda: D,
-            get_num_kv_heads=lambda _: max(1, HEADS // ranks),
+            get_num_kv_heads=lambda _: max(1, HEADS // ranks), hf_text_config=PretrainedConfig(), max_model_len=4096,
         )  # fmt: skip
         return CodebookStore(policy, SimpleNamespace(model_config=model, parallel_config=None))
 
