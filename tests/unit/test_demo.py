@@ -98,6 +98,7 @@ def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatc
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_servers_children_too(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path, f"sleep 300 & echo $! > {tmp_path}/child; wait", monkeypatch)
+    restore = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores SIGINT
     ready = threading.Event()
 
     def interrupt() -> None:
@@ -108,6 +109,7 @@ def test_a_signal_ends_the_servers_children_too(number: int, tmp_path: Path, mon
     serving = server.serving(tmp_path, "m", server.free_port(), tmp_path / "log", lambda _: (tmp_path / "child").exists() and ready.set())
     with pytest.raises((SystemExit, KeyboardInterrupt)), serving:
         pass
+    signal.signal(signal.SIGINT, restore)
     child = (tmp_path / "child").read_text().strip()
     for _ in range(50):
         if subprocess.run(["ps", "-o", "stat=", "-p", child], capture_output=True, text=True).stdout.strip()[:1] in ("", "Z"):
