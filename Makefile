@@ -26,7 +26,8 @@ serve: setup ## Start the demo's server and leave it up
 	@$(BIN)/python -m examples.demo --serve
 
 test: model ## Run all tests; those that need a GPU skip
-	$(BIN)/python -m pytest tests/unit tests/serve tests/gpu
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical tests/unit tests/gpu
+	$(BIN)/python -m pytest tests/serve
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
