@@ -35,9 +35,9 @@ def calibrate(name: str, text: str, tokens: int, subspaces: int, seed: int, prog
     progress.advance(loading)
     samples = _capture(model, list(input_ids.split(config.max_position_embeddings, 1)), progress)
     layers = {}
-    for layer, (keys, queries) in progress.track(samples.items(), description="training layers"):
+    for layer, (keys, queries, values) in progress.track(samples.items(), description="training layers"):
         rotary = layer_rotary(config, layer, config.max_position_embeddings)
-        layers[layer] = train_codebook(keys, queries, subspaces, seed, rotary=rotary)
+        layers[layer] = train_codebook(keys, queries, subspaces, seed, rotary=rotary, values=values)
     info = CodebookInfo(
         model=Path(name).name if Path(name).is_dir() else name,
         num_layers=config.num_hidden_layers,
@@ -51,10 +51,10 @@ def calibrate(name: str, text: str, tokens: int, subspaces: int, seed: int, prog
     return Codebooks(layers, info)
 
 
-def _capture(model: PreTrainedModel, windows: list[torch.Tensor], progress: Progress) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Layer -> keys [n, H, D] and queries [n, H, G, D] of all windows."""
-    parts: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+def _capture(model: PreTrainedModel, windows: list[torch.Tensor], progress: Progress) -> dict[int, list[torch.Tensor]]:
+    """Layer -> keys [n, H, D], queries [n, H, G, D] and values [n, H, D] of all windows."""
+    parts: dict[int, list[tuple[torch.Tensor, ...]]] = {}
     for window in progress.track(windows, description="running the model"):
         for layer, captured in capture_qkv(model, window).items():
-            parts.setdefault(layer, []).append((captured.keys, captured.grouped_queries()))
-    return {layer: (torch.cat([k for k, _ in part]), torch.cat([q for _, q in part])) for layer, part in parts.items()}
+            parts.setdefault(layer, []).append((captured.keys, captured.grouped_queries(), captured.values))
+    return {layer: [torch.cat(tensors) for tensors in zip(*part, strict=True)] for layer, part in parts.items()}

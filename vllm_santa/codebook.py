@@ -2,7 +2,7 @@
 
 Product quantisation (Jegou et al. 2011) of the transformed keys `(k - mean) @ key_transform`. Queries get `query_transform`, the inverse
 transpose, so that `q·k = (q @ query_transform)·((k - mean) @ key_transform) + q·mean`; the last term is the same for every key and softmax
-does not see it.
+does not see it. `query_offset` adds the logarithm of the value's norm: see training.py.
 """
 
 import hashlib
@@ -49,12 +49,14 @@ class Codebook:
     key_transform    [H, D, D]          applied from the right to a centred key
     query_transform  [H, D, D]          applied from the right to a query: inverse transpose of key_transform
     centroids        [H, M, 256, D/M]   in the transformed space, subspace after subspace
+    query_offset     [H, D]             its product with a transformed key predicts log2 of the value's norm, less the mean
     """
 
     mean: torch.Tensor
     key_transform: torch.Tensor
     query_transform: torch.Tensor
     centroids: torch.Tensor
+    query_offset: torch.Tensor
 
     def __post_init__(self) -> None:
         heads, head_dim = self.mean.shape
@@ -64,6 +66,7 @@ class Codebook:
             "key_transform": (heads, head_dim, head_dim),
             "query_transform": (heads, head_dim, head_dim),
             "centroids": (heads, subspaces, CENTROIDS, head_dim // subspaces),
+            "query_offset": (heads, head_dim),
         }
         for name, expected in shapes.items():
             shape = tuple(getattr(self, name).shape)

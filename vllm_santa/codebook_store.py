@@ -9,7 +9,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.logger import init_logger
 
 from vllm_santa.codebook import Codebook, CodebookError, ModelShape, load_codebooks
-from vllm_santa.rotary import layer_rotary
+from vllm_santa.rotary import Rotary, layer_rotary
 from vllm_santa.training import train_codebook
 
 if TYPE_CHECKING:
@@ -34,8 +34,8 @@ class CodebookStore:
     def __init__(self, policy: "Policy", vllm_config: "VllmConfig"):
         self._policy = policy
         self._codebooks: dict[int, Codebook] = {}
-        self._samples: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._expected: set[int] = set()
+        self._samples: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self._expected: dict[int, Rotary | None] = {}
         self._may_train = LAYERS_PER_STEP
         self._started = 0.0
         self.trains = policy.codebooks is None
@@ -59,7 +59,8 @@ class CodebookStore:
         """A layer that needs a codebook before any method with codes may run."""
         if not self.trains and layer not in self._codebooks:
             raise CodebookError(f"{self._policy.codebooks}: no codebook for layer {layer}; calibrate it for this model")
-        self._expected.add(layer)
+        # Read from the model's configuration now: what cannot be understood stops the start, not a step.
+        self._expected[layer] = layer_rotary(self._text_config, layer, self._max_model_len) if self.trains else None
 
     def get(self, layer: int) -> Codebook | None:
         """The layer's codebook, None until there is one."""
@@ -68,16 +69,16 @@ class CodebookStore:
     @property
     def ready(self) -> bool:
         """True once every expected layer has its codebook."""
-        return self._codebooks.keys() >= self._expected
+        return self._codebooks.keys() >= self._expected.keys()
 
-    def observe(self, layer: int, keys: Tensor, queries: Tensor) -> None:
-        """Collect prompt tokens of a layer without a codebook, until there are enough. keys: [n, H, D]. queries: [n, H, G, D]."""
+    def observe(self, layer: int, keys: Tensor, queries: Tensor, values: Tensor) -> None:
+        """Collect prompt tokens of a layer without a codebook, until there are enough. keys, values: [n, H, D]. queries: [n, H, G, D]."""
         if not self._samples:
             logger.info("No codebooks yet: methods with PQ codes decode densely until %d prompt tokens have passed.", self._wanted)
         samples = self._samples.setdefault(layer, [])
-        missing = self._wanted - sum(len(part) for part, _ in samples)
+        missing = self._wanted - sum(len(part) for part, *_ in samples)
         if missing > 0:
-            samples.append((keys[:missing].clone(), queries[:missing].clone()))
+            samples.append((keys[:missing].clone(), queries[:missing].clone(), values[:missing].clone()))
 
     def begin_step(self) -> None:
         """Allow the next few layers to train."""
@@ -86,15 +87,15 @@ class CodebookStore:
     def train(self, layer: int) -> Codebook | None:
         """Train a layer whose samples are complete, if the step's allowance is not used up. Returns the new codebook, or None."""
         samples = self._samples.get(layer, [])
-        if self._may_train == 0 or sum(len(part) for part, _ in samples) < self._wanted:
+        if self._may_train == 0 or sum(len(part) for part, *_ in samples) < self._wanted:
             return None
         self._may_train -= 1
         self._started = self._started or time.monotonic()
-        keys, queries = (torch.cat(parts) for parts in zip(*samples, strict=True))
-        finite = keys.isfinite().flatten(1).all(1) & queries.isfinite().flatten(1).all(1)
-        codebook = self._codebooks[layer] = train_codebook(
-            keys[finite], queries[finite], self._policy.subspaces, rotary=layer_rotary(self._text_config, layer, self._max_model_len)
-        )
+        tensors = [torch.cat(parts) for parts in zip(*samples, strict=True)]
+        finite = torch.stack([tensor.isfinite().flatten(1).all(1) for tensor in tensors]).all(0)
+        keys, queries, values = (tensor[finite] for tensor in tensors)
+        rotary = layer_rotary(self._text_config, layer, self._max_model_len)
+        codebook = self._codebooks[layer] = train_codebook(keys, queries, self._policy.subspaces, rotary=rotary, values=values)
         samples.clear()
         if self.ready:
             logger.info(

@@ -3,6 +3,9 @@
 What is minimised is the error of q·k, not of k. With Σ_q the second moment of the group's queries, E (q·e)² = e Σ_q eᵀ = ‖e A‖² for
 A = Σ_q^{1/2}: keys multiplied by A can be quantised by plain k-means. A rotation then deals the eigenvalues of their covariance out over
 the subspaces, as Optimized Product Quantization does for Gaussian data (Ge et al., CVPR 2013: eigenvalue allocation).
+
+What a selection wants is p·‖v‖, not p: that is the proposal of least variance. log ‖v‖ is to a good part linear in the key, so a constant
+vector added to the transformed query brings it into the scores, and no byte is stored for it.
 """
 
 import torch
@@ -13,6 +16,7 @@ from vllm_santa.rotary import Rotary
 
 ITERATIONS = 5
 RIDGE = 1e-3  # of Σ_q's mean eigenvalue: keeps the queries' transform, its inverse root, bounded
+VALUE_RIDGE = 1e-2  # of a transformed key's mean square, 1
 
 
 def train_codebook(
@@ -22,22 +26,39 @@ def train_codebook(
     seed: int = 0,
     iterations: int = ITERATIONS,
     rotary: Rotary | None = None,
+    values: torch.Tensor | None = None,
 ) -> Codebook:
     """keys [n, H, D], queries [m, H, G, D] (as attention sees them: after RoPE) -> Codebook on the same device.
 
     n and m are free and unrelated; n < 256, or few distinct keys, only leaves centroids unused. Same inputs and seed, same codebook.
     rotary: spreads keys and queries over all positions to be served; without it the codebook is good only up to the positions it has seen.
+    values: [n, H, D], those of the keys; without them the query offset is zero: the proxies are scores alone.
     Raises CodebookError for a head_dim that the subspaces do not divide, ValueError for empty, mismatched or non-finite inputs.
     """
     check_subspaces(keys.shape[-1], subspaces)
-    _check_inputs(keys, queries)
+    _check_inputs(keys, queries, values)
     if rotary:
         generator = torch.Generator().manual_seed(seed)
         keys, queries = rotary.spread(keys, generator), rotary.spread(queries, generator)
     mean, key_transform, query_transform = query_aware_transform(keys, queries, subspaces)
-    points = split_subspaces((keys.float().transpose(0, 1) - mean[:, None]) @ key_transform, subspaces)
+    transformed = (keys.float().transpose(0, 1) - mean[:, None]) @ key_transform
+    points = split_subspaces(transformed, subspaces)
     centroids = kmeans(points, CENTROIDS, seed, iterations).unflatten(0, (keys.shape[1], subspaces))
-    return Codebook(mean, key_transform, query_transform, centroids)
+    offset = torch.zeros_like(mean) if values is None else value_direction(transformed, values)
+    return Codebook(mean, key_transform, query_transform, centroids, offset)
+
+
+def value_direction(transformed: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """transformed keys [H, n, D], values [n, H, D] -> [H, D] float32 whose product with a key predicts log2 ‖v‖ less its mean.
+
+    Ridge regression; norms below a thousandth of their mean count as that.
+    """
+    keys = transformed.double()
+    norms = values.double().norm(dim=-1).T
+    norms = norms.clamp(min=1e-3 * norms.mean(-1, keepdim=True)).clamp(min=1e-30)
+    target = norms.log2() - norms.log2().mean(-1, keepdim=True)
+    moment = keys.mT @ keys / keys.shape[1] + VALUE_RIDGE * torch.eye(keys.shape[-1], dtype=keys.dtype, device=keys.device)
+    return torch.linalg.solve(moment, keys.mT @ target[..., None] / keys.shape[1])[..., 0].float()
 
 
 def query_aware_transform(keys: torch.Tensor, queries: torch.Tensor, subspaces: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -135,10 +156,12 @@ def _plus_plus(points: torch.Tensor, clusters: int, seed: int) -> torch.Tensor:
     return centroids.mT.contiguous()
 
 
-def _check_inputs(keys: torch.Tensor, queries: torch.Tensor) -> None:
+def _check_inputs(keys: torch.Tensor, queries: torch.Tensor, values: torch.Tensor | None) -> None:
     if queries.shape[1] != keys.shape[1] or queries.shape[-1] != keys.shape[-1]:
         raise ValueError(f"queries have shape {tuple(queries.shape)}, expected [m, H, G, D] with H and D of keys {tuple(keys.shape)}")
-    for name, tensor in (("keys", keys), ("queries", queries)):
+    if values is not None and values.shape[:2] != keys.shape[:2]:
+        raise ValueError(f"values have shape {tuple(values.shape)}, expected [n, H, D] with n and H of keys {tuple(keys.shape)}")
+    for name, tensor in (("keys", keys), ("queries", queries), ("values", keys if values is None else values)):
         if tensor.shape[0] == 0:
             raise ValueError(f"{name} have no rows: at least one is needed")
         bad = int((~tensor.isfinite()).flatten(1).any(1).sum())

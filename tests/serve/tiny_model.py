@@ -47,7 +47,9 @@ def build_codebooks(model_folder: Path, path: Path, subspaces: int = 16) -> None
     """Codebooks of the model, trained on 1,024 tokens that no test uses."""
     model = LlamaForCausalLM.from_pretrained(model_folder)
     captured = capture_qkv(model, torch.tensor([prompt(1024, seed=999)]))
-    layers = {index: train_codebook(layer.keys, layer.grouped_queries(), subspaces) for index, layer in captured.items()}
+    layers = {
+        index: train_codebook(layer.keys, layer.grouped_queries(), subspaces, values=layer.values) for index, layer in captured.items()
+    }
     info = CodebookInfo(
         model="tiny", num_layers=LAYERS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, subspaces=subspaces, text_sha256="0" * 64,
         training_tokens=1024, vllm_santa_version="test",

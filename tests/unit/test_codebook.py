@@ -19,7 +19,7 @@ INFO = CodebookInfo(
 
 def random_codebook(seed: int) -> Codebook:
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(H, D), (H, D, D), (H, D, D), (H, M, 256, D // M)]
+    shapes = [(H, D), (H, D, D), (H, D, D), (H, M, 256, D // M), (H, D)]
     return Codebook(*(torch.randn(shape, generator=generator) for shape in shapes))
 
 
@@ -50,7 +50,7 @@ def test_fingerprint_sees_every_tensor_and_layer(codebooks: Codebooks) -> None:
             changed.view(-1)[-1] += 1e-3
             seen.add(replace(codebooks, layers={**codebooks.layers, index: replace(layer, **{name: changed})}).fingerprint())
     seen.add(replace(codebooks, layers={0: codebooks.layers[1], 1: codebooks.layers[0]}).fingerprint())
-    assert len(seen) == 10
+    assert len(seen) == 12
 
 
 def test_slice_heads(codebooks: Codebooks) -> None:
@@ -128,6 +128,7 @@ def test_a_flipped_bit_is_refused(path: Path) -> None:
     [
         ("key_transform", torch.zeros(H, D, 32), r"key_transform has shape \(4, 64, 32\), expected \(4, 64, 64\)"),
         ("centroids", torch.zeros(H, M, 128, 4), r"centroids has shape \(4, 16, 128, 4\), expected \(4, 16, 256, 4\)"),
+        ("query_offset", torch.zeros(H, M), r"query_offset has shape \(4, 16\), expected \(4, 64\)"),
         ("centroids", torch.zeros(H, 12, 256, 4), "subspaces is 12: head_dim 64 allows 8, 16, 32"),
         ("mean", torch.zeros(H, D, dtype=torch.float16), "mean is torch.float16, expected torch.float32"),
     ],

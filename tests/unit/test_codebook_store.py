@@ -19,7 +19,8 @@ LAYERS, HEADS, D, M = 2, 4, 64, 8
 def codebook(seed: int, heads: int = HEADS) -> Codebook:
     random = torch.Generator().manual_seed(seed)
     eye = torch.eye(D).expand(heads, D, D).contiguous()
-    return Codebook(torch.randn(heads, D, generator=random), eye, eye.clone(), torch.randn(heads, M, 256, D // M, generator=random))
+    centroids = torch.randn(heads, M, 256, D // M, generator=random)
+    return Codebook(torch.randn(heads, D, generator=random), eye, eye.clone(), centroids, torch.zeros(heads, D))
 
 
 @pytest.fixture
@@ -97,13 +98,14 @@ def test_a_missing_file(store, tmp_path: Path) -> None:
         store(from_file(tmp_path / "none.safetensors"))
 
 
-def prompt_tokens(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def prompt_tokens(count: int, seed: int) -> list[torch.Tensor]:
+    """Keys, queries and values."""
     random = torch.Generator().manual_seed(seed)
-    return torch.randn(count, HEADS, D, generator=random), torch.randn(count, HEADS, 2, D, generator=random)
+    return [torch.randn(shape, generator=random) for shape in ((count, HEADS, D), (count, HEADS, 2, D), (count, HEADS, D))]
 
 
-def offer(books: CodebookStore, layer: int, keys: torch.Tensor, queries: torch.Tensor) -> Codebook | None:
-    books.observe(layer, keys, queries)
+def offer(books: CodebookStore, layer: int, *tokens: torch.Tensor) -> Codebook | None:
+    books.observe(layer, *tokens)
     return books.train(layer)
 
 
@@ -141,16 +143,17 @@ def test_the_same_prompts_give_the_same_codebooks(store) -> None:
     for extra in (0, 50):
         books = store(Policy(subspaces=M, training_tokens=256))
         books.expect(0)
-        keys, queries = prompt_tokens(256 + extra, 3)
-        keys[:256], queries[:256] = prompt_tokens(256, 4)
-        trained.append(offer(books, 0, keys, queries))
+        tokens = prompt_tokens(256 + extra, 3)
+        for tensor, first in zip(tokens, prompt_tokens(256, 4), strict=True):
+            tensor[:256] = first
+        trained.append(offer(books, 0, *tokens))
     assert torch.equal(trained[0].centroids, trained[1].centroids)
 
 
 def test_broken_tokens_do_not_spoil_training(store) -> None:
     books = store(Policy(subspaces=M, training_tokens=256))
     books.expect(0)
-    keys, queries = prompt_tokens(300, 5)
-    keys[7, 1, 3], queries[9, 0, 1, 2] = torch.nan, torch.inf
-    trained = offer(books, 0, keys, queries)
+    keys, queries, values = prompt_tokens(300, 5)
+    keys[7, 1, 3], queries[9, 0, 1, 2], values[11, 2, 0] = torch.nan, torch.inf, torch.nan
+    trained = offer(books, 0, keys, queries, values)
     assert all(tensor.isfinite().all() for tensor in trained.tensors().values())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import PretrainedConfig
 
 pytest.importorskip("vllm")
 from vllm_santa.attention import layer as layer_module  # noqa: E402
@@ -76,7 +77,7 @@ class Layer:
         policy.write_text("sink: 4\nlocal: 4\n" + text)
         model = SimpleNamespace(
             get_total_num_hidden_layers=lambda: 2, get_total_num_kv_heads=lambda: H, get_num_kv_heads=lambda _: H, get_head_size=lambda: D,
-            served_model_name="tiny",
+            served_model_name="tiny", hf_text_config=PretrainedConfig(), max_model_len=1024,
         )  # fmt: skip
         config = SimpleNamespace(
             additional_config={"santa": {"policy": str(policy)}}, speculative_config=None, parallel_config=None, model_config=model
@@ -107,7 +108,8 @@ class Layer:
         prompt = torch.tensor([token for token in range(starts[-1]) if token not in asked], dtype=torch.int64)
         metadata = SantaCpuMetadata(starts, [len(row.key) for row in rows], SparseStep(table, sparse, prompt))
         output = torch.full_like(query, torch.nan)
-        return self.impl.forward(None, query, torch.cat([row.key[-row.tokens :] for row in rows]), None, self.cache, metadata, output)
+        key, value = (torch.cat([getattr(row, name)[-row.tokens :] for row in rows]) for name in ("key", "value"))
+        return self.impl.forward(None, query, key, value, self.cache, metadata, output)
 
 
 def make_rows(lengths: list[int], tokens: list[int]) -> list[Row]:

@@ -44,7 +44,8 @@ def plain_codebook(keys: torch.Tensor, subspaces: int) -> Codebook:
     eye = torch.eye(D).expand(H, D, D).contiguous()
     mean = keys.mean(0)
     points = split_subspaces((keys - mean).transpose(0, 1), subspaces)
-    return Codebook(mean, eye, eye, kmeans(points, 256, 0, 5).unflatten(0, (H, subspaces)))
+    centroids = kmeans(points, 256, 0, 5).unflatten(0, (H, subspaces))
+    return Codebook(mean, eye, eye, centroids, torch.zeros(H, D))
 
 
 @pytest.mark.parametrize("subspaces", [8, 16, 32])
@@ -177,6 +178,36 @@ def test_half_precision_keys_are_encoded_in_float32() -> None:
     assert torch.equal(encode(keys.half(), codebook), encode(keys.half().float(), codebook))
 
 
+def test_value_norms_are_predicted_and_enter_the_proxies() -> None:
+    """Value norms that depend on the key are found on fresh keys; norms that do not leave the proxies about alone."""
+    direction = normal(H, D, seed=11)
+
+    def values(keys: torch.Tensor) -> torch.Tensor:
+        log_norm = torch.einsum("nhd,hd->nh", keys - 3, direction) / 3
+        return torch.nn.functional.normalize(normal(*keys.shape, seed=12), dim=-1) * log_norm.exp2()[..., None]
+
+    keys, queries = skewed(3000)
+    fresh, fresh_queries = skewed(1000, seed=7)
+    plain, biased = train_codebook(keys, queries), train_codebook(keys, queries, values=values(keys))
+    assert torch.equal(encode(fresh, plain), encode(fresh, biased))
+    added = proxies(fresh_queries[:1], fresh, biased, 0.125) - proxies(fresh_queries[:1], fresh, plain, 0.125)
+    wanted = values(fresh).norm(dim=-1).log2().T
+    for head in range(H):
+        for query_head in range(G):
+            assert torch.corrcoef(torch.stack([added[0, head, query_head], wanted[head]]))[0, 1] > 0.9
+    unrelated = train_codebook(keys, queries, values=values(keys)[torch.randperm(3000, generator=torch.Generator().manual_seed(1))])
+    noise = proxies(fresh_queries[:1], fresh, unrelated, 0.125) - proxies(fresh_queries[:1], fresh, plain, 0.125)
+    assert noise.std() < 0.3 * added.std()
+
+
+@pytest.mark.parametrize("norm", [0.0, 1e-20, 1e20])
+def test_finite_whatever_the_values(norm: float) -> None:
+    keys, queries = skewed(300)
+    values = torch.full_like(keys, norm)
+    values[:5] = 0
+    assert train_codebook(keys, queries, values=values).query_offset.isfinite().all()
+
+
 def test_refusals() -> None:
     keys, queries = skewed(10)
     with pytest.raises(CodebookError, match="subspaces is 12: head_dim 64 allows 8, 16, 32"):
@@ -189,6 +220,10 @@ def test_refusals() -> None:
         train_codebook(keys, queries[:0])
     with pytest.raises(ValueError, match=r"queries have shape \(10, 1, 3, 64\), expected \[m, H, G, D\]"):
         train_codebook(keys, queries[:, :1])
+    with pytest.raises(ValueError, match=r"values have shape \(9, 2, 64\), expected \[n, H, D\]"):
+        train_codebook(keys, queries, values=keys[1:])
+    with pytest.raises(ValueError, match="values: 10 of 10 rows are NaN or infinite"):
+        train_codebook(keys, queries, values=keys * torch.inf)
     keys[4, 1, 7] = torch.nan
     with pytest.raises(ValueError, match="keys: 1 of 10 rows are NaN or infinite"):
         train_codebook(keys, queries)

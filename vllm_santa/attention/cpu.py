@@ -125,7 +125,7 @@ class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):
         if attn_metadata is None:  # vLLM's profiling run
             return output.fill_(0)
         kv, codes = self.santa.views(kv_cache)
-        self.santa.train(query, key, kv, codes, attn_metadata.step)
+        self.santa.train(query, key, value, kv, codes, attn_metadata.step)
         self._attend_densely(query, kv, attn_metadata, output)
         self.santa.decode(query, kv, codes, attn_metadata.step, output)
         return output

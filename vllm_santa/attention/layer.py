@@ -91,16 +91,17 @@ class SparseLayer:
                 self.uncoded = torch.zeros(codes.shape[0], dtype=torch.bool, device=codes.device)
             self.uncoded[slots // codes.shape[2]] = True
 
-    def train(self, query: Tensor, key: Tensor, kv: Tensor, codes: Tensor, step: SparseStep) -> None:
+    def train(self, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, codes: Tensor, step: SparseStep) -> None:
         """While there is no codebook: offer it the step's prompt tokens, and when it appears, encode what the cache holds.
 
-        query: [T, Hq, D]. key: [T, H, D].
+        query: [T, Hq, D]. key, value: [T, H, D].
         """
         if not self.sparse or self.context.codebook is not None:
             return
         if len(step.prompt_tokens) > 0:
             tokens = step.prompt_tokens.to(key.device)
-            self.runtime.codebooks.observe(self.context.layer, key[tokens], query[tokens].unflatten(1, (self.num_kv_heads, -1)))
+            queries = query[tokens].unflatten(1, (self.num_kv_heads, -1))
+            self.runtime.codebooks.observe(self.context.layer, key[tokens], queries, value[tokens])
         codebook = self.runtime.codebooks.train(self.context.layer)
         if codebook is None:
             return

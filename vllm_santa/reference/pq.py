@@ -51,14 +51,14 @@ def encode(keys: torch.Tensor, codebook: Codebook) -> torch.Tensor:
 
 
 def lookup_tables(query: torch.Tensor, codebook: Codebook, scale: float) -> torch.Tensor:
-    """query [..., H, G, D] -> tables [..., H, G, M, 256] float32, in log2 units: scale·log2(e) · query·centroid."""
-    turned = (query.float() * (scale * math.log2(math.e))) @ codebook.query_transform
+    """query [..., H, G, D] -> tables [..., H, G, M, 256] float32, in log2 units: (scale·log2(e)·query + offset) · centroid."""
+    turned = (query.float() * (scale * math.log2(math.e))) @ codebook.query_transform + codebook.query_offset[:, None]
     parts = turned.unflatten(-1, (codebook.subspaces, -1))
     return torch.einsum("...hgmd,hmcd->...hgmc", parts, codebook.centroids)
 
 
 def proxy_scores(tables: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-    """Sum of a key's M table entries: log2(e)·scale·q·k up to a constant per query and the quantisation error.
+    """Sum of a key's M table entries: about log2(e)·scale·q·k + log2 ‖v‖, up to a constant per query.
 
     tables [..., H, G, M, 256], codes [..., n, H, M] uint8 -> [..., H, G, n] float32.
     """
