@@ -34,7 +34,7 @@ class CodebookStore:
     def __init__(self, policy: "Policy", vllm_config: "VllmConfig"):
         self._policy = policy
         self._codebooks: dict[int, Codebook] = {}
-        self._samples: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self._samples: dict[int, list[tuple[Tensor, ...]]] = {}
         self._expected: dict[int, Rotary | None] = {}
         self._may_train = LAYERS_PER_STEP
         self._started = 0.0
@@ -72,13 +72,18 @@ class CodebookStore:
         return self._codebooks.keys() >= self._expected.keys()
 
     def observe(self, layer: int, keys: Tensor, queries: Tensor, values: Tensor) -> None:
-        """Collect prompt tokens of a layer without a codebook, until there are enough. keys, values: [n, H, D]. queries: [n, H, G, D]."""
+        """Collect prompt tokens of a layer without a codebook, until there are enough; those with NaN or infinities are left out.
+
+        keys, values: [n, H, D]. queries: [n, H, G, D].
+        """
         if not self._samples:
             logger.info("No codebooks yet: methods with PQ codes decode densely until %d prompt tokens have passed.", self._wanted)
         samples = self._samples.setdefault(layer, [])
         missing = self._wanted - sum(len(part) for part, *_ in samples)
         if missing > 0:
-            samples.append((keys[:missing].clone(), queries[:missing].clone(), values[:missing].clone()))
+            tokens = (keys, queries, values)
+            finite = torch.stack([part.isfinite().flatten(1).all(1) for part in tokens]).all(0)
+            samples.append(tuple(part[finite][:missing].clone() for part in tokens))
 
     def begin_step(self) -> None:
         """Allow the next few layers to train."""
@@ -91,11 +96,9 @@ class CodebookStore:
             return None
         self._may_train -= 1
         self._started = self._started or time.monotonic()
-        tensors = [torch.cat(parts) for parts in zip(*samples, strict=True)]
-        finite = torch.stack([tensor.isfinite().flatten(1).all(1) for tensor in tensors]).all(0)
-        keys, queries, values = (tensor[finite] for tensor in tensors)
-        rotary = layer_rotary(self._text_config, layer, self._max_model_len)
-        codebook = self._codebooks[layer] = train_codebook(keys, queries, self._policy.subspaces, rotary=rotary, values=values)
+        keys, queries, values = (torch.cat(parts) for parts in zip(*samples, strict=True))
+        codebook = train_codebook(keys, queries, self._policy.subspaces, rotary=self._expected[layer], values=values)
+        self._codebooks[layer] = codebook
         samples.clear()
         if self.ready:
             logger.info(
