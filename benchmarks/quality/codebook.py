@@ -11,7 +11,9 @@ import json
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -24,51 +26,63 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.models import prepare
-from benchmarks.quality.codebook_variants import VARIANTS
+from benchmarks.quality.codebook_variants import COMPARED, OURS, VARIANTS, Sample
 from benchmarks.quality.texts import TEXTS
 from vllm_santa.capture import Captured, capture_qkv
 from vllm_santa.codebook import SUBSPACES, Codebook
 from vllm_santa.reference.pq import encode, lookup_tables, proxy_scores
 from vllm_santa.reference.select import adaptive
 from vllm_santa.reference.ssa import SelectionSettings, proposal
+from vllm_santa.rotary import Rotary, layer_rotary
 
 RESULT = Path(__file__).parents[1] / "results" / "codebook-error.json"
 SETTINGS = SelectionSettings(sink=64, local=64)
 BUDGETS = (0.01, 0.02, 0.05)
 QUERIES = 12
-OURS = "A and allocation"
-COMPARED = ("plain", "per-dimension query scale", OURS)
-"""Measured with every number of subspaces; the others with 16."""
-TRAINING_TOKENS = (256, 512, 1024, 2048)
-_LN2 = math.log(2)
+TRAINING_TOKENS = (1024, 4096)
 
-Layers = dict[int, Captured]
+Codebooks = dict[int, Codebook]
+
+
+class Text(NamedTuple):
+    """A captured text: its layers, and their rotary embeddings."""
+
+    layers: dict[int, Captured]
+    rotary: dict[int, Rotary]
 
 
 class Error(NamedTuple):
     """Means over layers, heads and query tokens: score error in nats, output error at each of BUDGETS."""
 
     score: float
-    output: tuple[float, ...]
+    output: list[float]
 
 
-def measure(codebooks: dict[int, Codebook] | None, layers: Layers) -> Error:
-    """The error of codebooks (None: exact scores as proxy) on the second half of a captured text."""
+def measure(text: Text, codebooks: Codebooks | None = None, offset: int = 0) -> Error:
+    """The error of codebooks (None: exact scores as proxy) on the second half of a text that starts `offset` positions into the context.
+
+    Queries and keys moved by the same number of positions have the same exact scores; only the codebooks see a difference.
+    """
     errors = []
-    for index, layer in layers.items():
+    for index, layer in text.layers.items():
         last = layer.keys.shape[0] - 1
+        shift = torch.full((last + 1,), offset)
+        queries, keys = (text.rotary[index].rotate(x, shift) for x in (layer.grouped_queries(), layer.keys))
+        values, codebook = layer.values.float().transpose(0, 1), codebooks[index] if codebooks else None
         for position in torch.linspace(last / 2, last, QUERIES).long().tolist():
-            errors.append(_errors(codebooks[index] if codebooks else None, layer, position))
-    mean = torch.stack(errors).mean(0).tolist()
-    return Error(mean[0], tuple(mean[1:]))
+            seen = slice(position + 1)
+            errors.append(_errors(queries[position], keys[seen], values[:, seen], layer.scale, codebook))
+    score, *output = torch.stack(errors).mean(0).tolist()
+    return Error(score, output)
 
 
-def _errors(codebook: Codebook | None, layer: Captured, position: int) -> Tensor:
-    """Score error and output errors of one query token, means over heads; float32 [1 + budgets]."""
-    query, keys = layer.grouped_queries()[position].float(), layer.keys[: position + 1].float()
-    values = layer.values[: position + 1].float().transpose(0, 1)
-    exact = torch.einsum("hgd,nhd->hgn", query, keys) * layer.scale
-    proxy = exact if codebook is None else proxy_scores(lookup_tables(query, codebook, layer.scale), encode(keys, codebook)) * _LN2
+def _errors(query: Tensor, keys: Tensor, values: Tensor, scale: float, codebook: Codebook | None) -> Tensor:
+    """Score error and output errors of one query token, means over heads; float32 [1 + budgets].
+
+    query [H, G, D], keys [n, H, D], values [H, n, D].
+    """
+    exact = torch.einsum("hgd,nhd->hgn", query, keys) * scale
+    proxy = proxy_scores(lookup_tables(query, codebook, scale), encode(keys, codebook)) * math.log(2) if codebook else exact
     gap = proxy - exact
     results = [(gap - gap.mean(-1, keepdim=True)).square().mean(-1).sqrt().mean()]
     p = exact.softmax(-1)
@@ -76,32 +90,44 @@ def _errors(codebook: Codebook | None, layer: Captured, position: int) -> Tensor
     distance = torch.cdist(output, values).square()
     forced, codes = proposal(proxy, SETTINGS)
     for budget in BUDGETS:
-        count = torch.full(codes.shape[:-1], round(budget * (position + 1)))
+        count = torch.full(codes.shape[:-1], round(budget * keys.shape[0]))
         probability = adaptive(codes, count, torch.zeros_like(count)).probability + forced
         variance = (p.square() * (1 / probability.clamp(min=1e-12) - 1).float()[:, None] * distance).sum(-1)
         results.append((variance.sqrt() / output.norm(dim=-1)).mean())
     return torch.stack(results)
 
 
-def train(layers: Layers, variant: str = OURS, subspaces: int = 16, tokens: int | None = None) -> dict[int, Codebook]:
-    """Codebooks from the first `tokens` (default: all) tokens of a captured text."""
-    build = VARIANTS[variant]
-    return {i: build(layer.keys[:tokens].float(), layer.grouped_queries()[:tokens].float(), subspaces) for i, layer in layers.items()}
+def train(text: Text, variant: str = OURS, subspaces: int = 16, tokens: int | None = None, spread: bool = True) -> Codebooks:
+    """Codebooks from the first `tokens` (default: all) tokens of a text, spread over the model's context or as they stand."""
+    codebooks = {}
+    for index, layer in text.layers.items():
+        keys, queries = layer.keys[:tokens].float(), layer.grouped_queries()[:tokens].float()
+        if spread:
+            generator = torch.Generator().manual_seed(0)
+            keys, queries = (text.rotary[index].spread(x, generator) for x in (keys, queries))
+        codebooks[index] = VARIANTS[variant](Sample(keys, queries, layer.values[:tokens].float()), subspaces)
+    return codebooks
 
 
-def study(captured: dict[str, Layers], progress: Progress) -> list[dict[str, object]]:
-    """Every comparison, a row each. The first captured text is measured; the second trains, unless a row says otherwise."""
-    measured, training = list(captured.values())[:2]
-    names = {name: "the measured text itself" if layers is measured else name for name, layers in captured.items()}
-    cases: list[tuple[str, str, int, Layers, int | None]] = []
+def study(texts: dict[str, Text], progress: Progress) -> list[dict[str, object]]:
+    """Every comparison, a row each. The first text is measured; the second trains, unless a row says otherwise."""
+    measured, training = list(texts.values())[:2]
+    cases: list[tuple[str, str, int, Callable[[], Codebooks], int]] = []
     for name in VARIANTS:
-        cases += [("transform", name, subspaces, training, None) for subspaces in (SUBSPACES if name in COMPARED else (16,))]
-    cases += [("training text", names[name], 16, layers, None) for name, layers in captured.items()]
-    cases += [("training tokens", str(tokens), 16, training, tokens) for tokens in TRAINING_TOKENS]
-    rows = [_row("transform", "exact scores as proxy", None, measure(None, measured))]
-    for table, setting, subspaces, layers, tokens in progress.track(cases, description="codebooks"):
-        codebooks = train(layers, setting if table == "transform" else OURS, subspaces, tokens)
-        rows.append(_row(table, setting, subspaces, measure(codebooks, measured)))
+        for subspaces in SUBSPACES if name in COMPARED else (16,):
+            cases.append(("transform", name, subspaces, partial(train, training, name, subspaces), 0))
+    for name, text in texts.items():
+        cases.append(("training text", "the measured text itself" if text is measured else name, 16, partial(train, text), 0))
+    context = next(iter(training.rotary.values())).context
+    length = next(iter(measured.layers.values())).keys.shape[0]
+    for tokens in TRAINING_TOKENS:
+        for spread in (False, True):
+            setting = f"{tokens} tokens, {'spread over the context' if spread else 'as they stand'}"
+            for offset in (0, (context - length) // 2, context - length):
+                cases.append((f"positions from {offset}", setting, 16, partial(train, training, tokens=tokens, spread=spread), offset))
+    rows = [_row("transform", "exact scores as proxy", None, measure(measured))]
+    for table, setting, width, codebooks, offset in progress.track(cases, description="codebooks"):
+        rows.append(_row(table, setting, width, measure(measured, codebooks(), offset)))
     return rows
 
 
@@ -110,16 +136,17 @@ def _row(table: str, setting: str, subspaces: int | None, error: Error) -> dict[
     return {"table": table, "setting": setting, "subspaces": subspaces, "score_error": round(error.score, 4), "output_error": output}
 
 
-def capture(model: str, tokens: int, count: int, data: Path | None) -> dict[str, Layers]:
-    """Queries, keys and values of `count` layers spread over the model, for the first `tokens` tokens of every text."""
+def capture(model: str, tokens: int, count: int, data: Path | None) -> dict[str, Text]:
+    """`count` layers spread over the model, for the first `tokens` tokens of every text."""
     network = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(prepare(model))
-    layers = torch.linspace(1, network.config.num_hidden_layers - 2, count).long().tolist()
-    captured = {}
+    tokenizer, context = AutoTokenizer.from_pretrained(prepare(model)), network.config.max_position_embeddings
+    indices = torch.linspace(1, network.config.num_hidden_layers - 2, count).long().tolist()
+    rotary = {index: rotary for index in indices if (rotary := layer_rotary(network.config, index, context))}
+    texts = {}
     for name, text in TEXTS.items():
         ids = tokenizer(text(data)[: 8 * tokens], return_tensors="pt", verbose=False).input_ids[:, :tokens]
-        captured[name] = capture_qkv(network, ids, layers)
-    return captured
+        texts[name] = Text(capture_qkv(network, ids, indices), rotary)
+    return texts
 
 
 def main(
@@ -133,15 +160,15 @@ def main(
     console = Console(stderr=True)
     with Progress(console=console) as progress:
         progress.console.print(f"{model}: {tokens} tokens of {', '.join(TEXTS)}")
-        captured = capture(model, tokens, layers, data)
-        rows = study(captured, progress)
+        texts = capture(model, tokens, layers, data)
+        rows = study(texts, progress)
     report = json.loads(result.read_text()) if result.exists() else {}
     report[model] = {
         "command": shlex.join(["python", "-m", "benchmarks.quality.codebook", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "tokens": tokens,
-        "layers": sorted(next(iter(captured.values()))),
+        "layers": list(next(iter(texts.values())).layers),
         "texts": list(TEXTS),
         "queries": QUERIES,
         "sink_and_local": [SETTINGS.sink, SETTINGS.local],
