@@ -9,8 +9,6 @@ Merges the model's results into benchmarks/results/codebook-error.json.
 
 import json
 import math
-import shlex
-import sys
 from collections.abc import Callable
 from datetime import datetime, timezone
 from functools import partial
@@ -164,7 +162,7 @@ def main(
         rows = study(texts, progress)
     report = json.loads(result.read_text()) if result.exists() else {}
     report[model] = {
-        "command": shlex.join(["python", "-m", "benchmarks.quality.codebook", *sys.argv[1:]]),
+        "command": f"python -m benchmarks.quality.codebook {model} --tokens {tokens} --layers {layers}",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("torch", "transformers")},
         "tokens": tokens,
