@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 CENTROIDS = 256  # one byte a code
 SUBSPACES = (8, 16, 32)
@@ -146,7 +146,8 @@ def save_codebooks(codebooks: Codebooks, path: Path | str) -> None:
     _check_contents(path, codebooks.info, codebooks.layers)
     tensors = _flatten(codebooks.layers)
     metadata = {name: str(value) for name, value in codebooks.info.model_dump().items()}
-    save_file(tensors, path, metadata | {"fingerprint": _digest(tensors)})
+    # Not save_file: it makes files that only their owner can read, and the server may be another user.
+    Path(path).write_bytes(save(tensors, metadata | {"fingerprint": _digest(tensors)}))
 
 
 def load_codebooks(path: Path | str, expected: ModelShape | None = None) -> Codebooks:

@@ -42,6 +42,11 @@ def test_round_trip(codebooks: Codebooks, path: Path) -> None:
         assert all(torch.equal(tensor, loaded.layers[index].tensors()[name]) for name, tensor in layer.tensors().items())
 
 
+def test_the_file_has_the_mode_of_other_files(path: Path) -> None:
+    (path.parent / "other").write_text("")
+    assert path.stat().st_mode == (path.parent / "other").stat().st_mode
+
+
 def test_fingerprint_sees_every_tensor_and_layer(codebooks: Codebooks) -> None:
     seen = {codebooks.fingerprint()}
     for index, layer in codebooks.layers.items():
