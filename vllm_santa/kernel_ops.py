@@ -2,21 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from vllm_santa.jit import Shape, santa_module
 from vllm_santa.methods import Method
-from vllm_santa.reference.fixed_point import ONE_BITS
+from vllm_santa.reference.fixed_point import exp2_table
+from vllm_santa.reference.values import FLASH_TILE, GROUP
 
-UNIT = 64
-"""Tokens that share one exponent in a stash, and the granule of every buffer."""
+UNIT = GROUP
+"""Tokens a warp scores at a time; they share one exponent in a stash, and are the granule of every buffer."""
 BIN_BITS = 5
 """log2 of the log-codes per histogram bin."""
-TILE = 256
-"""Tokens of one `flash` tile."""
 CHUNK = 8192
 """Tokens one block of the placement covers."""
 
@@ -55,12 +53,6 @@ class Layer:
     scale: float
     soft_cap: float = 0.0
     head_offset: int = 0
-
-
-@cache
-def exp2_table(device: torch.device) -> Tensor:
-    """EXP2 of docs/estimators.md, int64 [256]."""
-    return torch.tensor([round(2.0 ** (ONE_BITS - 1) * 2.0 ** (f / 256)) for f in range(256)], dtype=torch.int64, device=device)
 
 
 class PpsWorkspace:
@@ -107,7 +99,7 @@ class ValuesWorkspace:
         self.unit = torch.empty(*head, units, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(*head, splits, shape.head_dim, device=device)
         self.done = torch.zeros(head, dtype=torch.int32, device=device)
-        pair, tile_splits = (rows, kv_heads), max(1, min(64, -(-max_context // TILE), 1024 // (rows * kv_heads)))
+        pair, tile_splits = (rows, kv_heads), max(1, min(64, -(-max_context // FLASH_TILE), 1024 // (rows * kv_heads)))
         self.tile_partial = torch.empty(*pair, tile_splits, shape.group, shape.head_dim, device=device)
         self.tile_done = torch.zeros(pair, dtype=torch.int32, device=device)
         self.tile_mass = torch.empty(*pair, tile_splits, shape.group, 2, dtype=torch.int32, device=device)

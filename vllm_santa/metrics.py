@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 
 from vllm_santa.methods import METHOD_NAMES, Method
 from vllm_santa.policy import REASONS
+from vllm_santa.rows import NO_CODEBOOK, DecodingToken
 
 try:
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -27,9 +28,7 @@ except ImportError:  # without vLLM the counters can still be tested
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_santa.rows import DecodingToken
-
-ROW_REASONS = (*REASONS, "no_codebook")
+ROW_REASONS = (*REASONS, NO_CODEBOOK.reason)
 _PER_METHOD = {
     "santa_context_tokens": "Context tokens of decoding rows, which dense attention reads all of.",
     "santa_key_rows_read": "Rows of K that decoding rows read, mean over layers and KV heads.",
@@ -67,7 +66,7 @@ class Counters:
         atexit.register(path.unlink, missing_ok=True)
         return cls(np.memmap(path, dtype=np.float64, mode="w+", shape=(len(_SLOTS),)))
 
-    def count_decoding(self, tokens: Iterable["DecodingToken"]) -> None:
+    def count_decoding(self, tokens: Iterable[DecodingToken]) -> None:
         """Count the decoding tokens of a step. Dense rows read all they see."""
         for _, context, (method, _, reason) in tokens:
             self.values[_INDEX["santa_rows", method.name, reason]] += 1

@@ -38,8 +38,10 @@ class DecodingToken(NamedTuple):
 
 @dataclass(frozen=True)
 class StepPlan:
-    """decoding: every token that belongs to an answer, in batch order. sparse: those of them that read sparsely."""
+    """starts: first token of each row in the flat batch, and the end [rows + 1]. decoding: every token that belongs to an answer, in batch
+    order. sparse: those of them that read sparsely."""
 
+    starts: list[int]
     decoding: list[DecodingToken]
     sparse: list[SparseToken]
 
@@ -57,7 +59,7 @@ def plan_step(common: "CommonAttentionMetadata", runtime: "Runtime") -> StepPlan
             first = _first_decoding(tokens, contexts[row], prefilling[row], request.prompt_len, runtime.speculates)
             spans.append((row, starts[row], tokens, contexts[row], first, request))
     batch = sum(first < tokens for _, _, tokens, _, first, _ in spans)
-    plan = StepPlan([], [])
+    plan = StepPlan(starts, [], [])
     for row, start, tokens, context, first, request in spans:
         for i in range(first, tokens):
             seen = context - tokens + i + 1

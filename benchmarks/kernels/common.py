@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_santa.kernel_ops import Rows
 from vllm_santa.methods import Method
+from vllm_santa.page import page_views
 
 CODE_BYTES = 16
 
@@ -61,11 +62,7 @@ def make_inputs(case: Case, method: Method, budget: int, peak: float, seed: int 
     flat = cache.view(-1)
     for start in range(0, flat.numel(), 1 << 28):  # in pieces: a float32 copy of a whole cache would not fit
         flat[start : start + (1 << 28)].normal_(generator=generator)
-    kv = torch.as_strided(
-        cache,
-        (blocks, case.kv_heads, case.block_size, 2 * case.head_dim),
-        (cache.stride(0), case.block_size * 2 * case.head_dim, 2 * case.head_dim, 1),
-    )
+    kv, _ = page_views(cache, case.kv_heads, case.head_dim)
     # Scores q.k / sqrt(D) of unit-variance keys have the standard deviation |q| / sqrt(D).
     query = torch.randn(case.batch, case.query_heads, case.head_dim, device="cuda", generator=generator) * peak
     table = torch.randperm(blocks, device="cuda", generator=generator).to(torch.int32).view(case.batch, per_row)

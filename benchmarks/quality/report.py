@@ -65,46 +65,35 @@ def _size(model: str) -> float:
     return float(number[:-1]) * (1000 if number.endswith("b") else 1)
 
 
-def _panels(studies: list[Study], title: str) -> tuple[plt.Figure, list[Axes]]:
+def _draw(studies: list[Study], title: str, methods: tuple[str, ...], x: str, label: str) -> list[Axes]:
+    """A panel for each study: the methods' mean errors against the field `x` of their rows."""
     figure, axes = plt.subplots(1, len(studies), figsize=(4.2 * len(studies), 4.2), sharey=True, squeeze=False, layout="constrained")
     figure.suptitle(title)
     for axis, study in zip(axes[0], studies, strict=True):
-        axis.set(xscale="log", yscale="log", title=study.title)
+        axis.set(xscale="log", yscale="log", title=study.title, xlabel=label)
         axis.grid(True, which="both", alpha=0.25)
+        for method in methods:
+            rows = study.rows(method)
+            width, name = 2.5 if method in ("pps", "ssa") else 1.3, LABELS.get(method, method)
+            axis.plot([row[x] for row in rows], [row["mean"] for row in rows], "o-", ms=4, lw=width, color=COLOURS[method], label=name)
     axes[0][0].set_ylabel("relative L2 error of the output, mean")
-    return figure, list(axes[0])
-
-
-def _line(axis: Axes, x: list[float], rows: list[dict[str, Any]], method: str) -> None:
-    ours = method in ("pps", "ssa")
-    axis.plot(
-        x, [row["mean"] for row in rows], "o-", ms=4, lw=2.5 if ours else 1.3, color=COLOURS[method], label=LABELS.get(method, method)
-    )
+    axes[0][-1].legend()
+    return list(axes[0])
 
 
 def draw_value_methods(studies: list[Study], path: Path) -> None:
     """Error against the rows of V read per KV head."""
-    figure, axes = _panels(studies, "The SANTA family: all of K, few rows of V")
-    for axis, study in zip(axes, studies, strict=True):
-        for method in VALUE_METHODS:
-            rows = study.rows(method)
-            _line(axis, [row["value_rows"] for row in rows], rows, method)
-        axis.set_xlabel("rows of V read per KV head")
-    axes[-1].legend()
-    figure.savefig(path, dpi=110)
+    axes = _draw(studies, "The SANTA family: all of K, few rows of V", VALUE_METHODS, "value_rows", "rows of V read per KV head")
+    axes[0].figure.savefig(path, dpi=110)
 
 
 def draw_selections(studies: list[Study], path: Path) -> None:
     """Error against the budget, SSA beside its comparators."""
-    figure, axes = _panels(studies, "The SSA family: PQ codes choose the rows of K and V (128 + 128 more are always read)")
-    for axis, study in zip(axes, studies, strict=True):
-        for method in SELECTIONS:
-            rows = study.rows(method)
-            _line(axis, [row["budget"] for row in rows], rows, method)
+    title = "The SSA family: PQ codes choose the rows of K and V (128 + 128 more are always read)"
+    axes = _draw(studies, title, SELECTIONS, "budget", "budget, share of the context")
+    for axis in axes:
         axis.xaxis.set_major_formatter(PercentFormatter(1, decimals=1))
-        axis.set_xlabel("budget, share of the context")
-    axes[-1].legend()
-    figure.savefig(path, dpi=110)
+    axes[0].figure.savefig(path, dpi=110)
 
 
 def selection_table(study: Study) -> str:

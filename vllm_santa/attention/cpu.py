@@ -73,7 +73,7 @@ class SantaCpuMetadataBuilder(AttentionMetadataBuilder[SantaCpuMetadata]):
         plan = plan_step(common, self.runtime)
         if self.begins_step:
             self.runtime.begin_step(plan)
-        return SantaCpuMetadata(common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), SparseStep.of(common, plan))
+        return SantaCpuMetadata(plan.starts, common.seq_lens.tolist(), SparseStep.of(common, plan))
 
 
 class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):

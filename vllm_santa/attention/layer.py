@@ -46,8 +46,7 @@ class SparseStep:
 
     @classmethod
     def of(cls, common: CommonAttentionMetadata, plan: StepPlan) -> "SparseStep":
-        starts = common.query_start_loc_cpu.tolist()
-        prompt = torch.ones(starts[-1], dtype=torch.bool)
+        prompt = torch.ones(plan.starts[-1], dtype=torch.bool)
         prompt[[token.token for token in plan.decoding]] = False
         return cls(common.block_table_tensor, plan.sparse, prompt.nonzero().squeeze(1))
 

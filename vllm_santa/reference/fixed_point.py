@@ -17,15 +17,20 @@ EXCLUDED = -32768
 
 
 @cache
-def _tables(device: torch.device) -> tuple[Tensor, Tensor]:
+def exp2_table(device: torch.device) -> Tensor:
+    """EXP2 of docs/estimators.md, int64 [256]."""
     exp2 = [round(2.0 ** (ONE_BITS - 1) * 2.0 ** (f / LOG_STEPS)) for f in range(LOG_STEPS)]
-    fine = [round(2.0**16 * 2.0 ** (f / 65536)) for f in range(256)]
-    return torch.tensor(exp2, dtype=torch.int64, device=device), torch.tensor(fine, dtype=torch.int64, device=device)
+    return torch.tensor(exp2, dtype=torch.int64, device=device)
+
+
+@cache
+def _fine_table(device: torch.device) -> Tensor:
+    return torch.tensor([round(2.0**16 * 2.0 ** (f / 65536)) for f in range(256)], dtype=torch.int64, device=device)
 
 
 def power(z: Tensor) -> Tensor:
     """min(1, 2^(z/256)) in units of 1/ONE. z: int64, any shape."""
-    exp2, _ = _tables(z.device)
+    exp2 = exp2_table(z.device)
     shift = (-(z >> 8) - 1).clamp(0, 63)
     return torch.where(z >= 0, ONE, exp2[z & 255] >> shift)
 
@@ -35,7 +40,7 @@ def power_fine(codes: Tensor, level: Tensor) -> Tensor:
 
     codes: int64 [..., n]. level: int64 [...], one λ per row and head.
     """
-    _, fine = _tables(codes.device)
+    fine = _fine_table(codes.device)
     level = level.unsqueeze(-1)
     value = (power(codes + (level >> 8)) * fine[level & 255]) >> 16
     return torch.where(codes == EXCLUDED, 0, value.clamp(max=ONE))
