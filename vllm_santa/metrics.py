@@ -31,7 +31,10 @@ if TYPE_CHECKING:
 ROW_REASONS = (*REASONS, NO_CODEBOOK.reason)
 _PER_METHOD = {
     "santa_context_tokens": "Context tokens of decoding rows, which dense attention reads all of.",
-    "santa_key_rows_read": "Rows of K that decoding rows read, mean over layers and KV heads.",
+    "santa_key_rows_read": (
+        "Rows of K that decoding rows read, mean over layers and KV heads; with Bernoulli queries, a row counts as the share of its "
+        "features that was read."
+    ),
     "santa_value_rows_read": "Rows of V that decoding rows read, mean over layers and KV heads.",
 }
 _SINGLE = {"santa_ignored_parameters": "Request parameters that reached a worker and could not be read."}
@@ -68,7 +71,7 @@ class Counters:
 
     def count_decoding(self, tokens: Iterable[DecodingToken]) -> None:
         """Count the decoding tokens of a step. Dense rows read all they see."""
-        for _, context, (method, _, reason) in tokens:
+        for _, context, (method, _, reason, _) in tokens:
             self.values[_INDEX["santa_rows", method.name, reason]] += 1
             self.values[_INDEX["santa_context_tokens", method.name, ""]] += context
             if method is Method.dense:

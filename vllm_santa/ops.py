@@ -49,11 +49,13 @@ def decode(
     """Sparse attention of the given tokens, written to their rows of the output.
 
     query, output: [T, Hq, D]. kv: [B, H, N, 2D]. codes: uint8 [B, H, N, M]. block_table: int32 [rows, blocks].
-    Yields each token with the rows of K and of V it read, means over the KV heads.
+    Yields each token with the rows of K and of V it read, means over the KV heads; with Bernoulli queries, a row of K counts as the share
+    of its features that was read.
     """
     for token in tokens:
         result = decode_row(
-            query[token.token], kv, codes, block_table[token.row], token.context, token.method, token.budget, token.seed, layer, settings
-        )
+            query[token.token], kv, codes, block_table[token.row], token.context, token.method, token.budget, token.seed, layer, settings,
+            token.bernoulli,
+        )  # fmt: skip
         output[token.token] = result.output
-        yield token, result.key_rows, result.value_rows
+        yield token, result.key_rows * result.key_features, result.value_rows

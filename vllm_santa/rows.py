@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from vllm_santa.methods import Method
+from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.policy import Decision, RowContext
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ class SparseToken(NamedTuple):
     """One query token that reads its cache sparsely.
 
     token: its index in the step's flat batch. row: its request's index in the batch. context: tokens it attends to, itself included.
-    budget: as the method counts. seed: unsigned 64 bits.
+    budget: as the method counts. seed: unsigned 64 bits. bernoulli: not None where only the reference can decode the token.
     """
 
     token: int
@@ -26,6 +26,7 @@ class SparseToken(NamedTuple):
     method: Method
     budget: int
     seed: int
+    bernoulli: BernoulliSettings | None = None
 
 
 class DecodingToken(NamedTuple):
@@ -66,7 +67,7 @@ def plan_step(common: "CommonAttentionMetadata", runtime: "Runtime") -> StepPlan
             decision = _decide(runtime, request, seen, batch)
             plan.decoding.append(DecodingToken(start + i, seen, decision))
             if decision.method is not Method.dense:
-                plan.sparse.append(SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed))
+                plan.sparse.append(SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed, decision.bernoulli))
     return plan
 
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_santa.methods import Method
-from vllm_santa.reference.bernoulli import BernoulliSettings, bernoulli_query
+from vllm_santa.methods import BernoulliSettings, Method
+from vllm_santa.reference.bernoulli import bernoulli_query
 from vllm_santa.reference.philox import Stream, uniform44
 from vllm_santa.reference.pps import pps
 from vllm_santa.reference.scores import exact_scores

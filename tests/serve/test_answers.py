@@ -63,6 +63,21 @@ def test_pps_reads_every_key_and_its_budget_of_values(server: Server) -> None:
     assert gained.total("santa_value_rows_read_total", method="pps") == pytest.approx(20 * 48, abs=20)
 
 
+def test_bernoulli_queries_read_some_features_of_keys(server: Server) -> None:
+    """One draw a feature reads few of them, many draws nearly all; the answer follows the seed."""
+    exact = Ask(prompt(500, seed=3), 21, {"method": "pps", "budget": 256, "seed": 1})
+    shares, answers = [], []
+    for bernoulli in ({"bernoulli": 1}, {"bernoulli": 1, "bernoulli_query": "head"}, {"bernoulli": 4096}):
+        with server.counting() as gained:
+            answers.append(server.ask(Ask(exact.prompt, 21, exact.santa | bernoulli)))
+        assert gained.total("santa_rows_total", method="pps", reason="request") == 20
+        shares.append(gained.total("santa_key_rows_read_total", method="pps") / gained.total("santa_context_tokens_total", method="pps"))
+    assert 0.1 < shares[0] < shares[1] < 0.9 and 0.95 < shares[2] <= 1
+    again = server.ask(Ask(exact.prompt, 21, exact.santa | {"bernoulli": 1}))
+    assert_same([exact], [again], answers[:1])
+    assert all(1 <= answer.agreement(server.ask(exact)) < 4 for answer in answers[:2])
+
+
 def test_a_fraction_grows_with_the_context(server: Server) -> None:
     with server.counting() as gained:
         server.ask(Ask(prompt(595, seed=3), 21, {"method": "topk", "budget": "10%"}))

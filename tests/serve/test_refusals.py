@@ -28,6 +28,13 @@ REFUSED = {
     "fraction one": ({"santa_budget": 1.0}, ["santa_budget", "1", ROWS]),
     "fraction above one": ({"santa_budget": 1.5}, ["santa_budget", "1.5", ROWS]),
     "fraction over the limit": ({"santa_budget": "51%"}, ["santa_budget", "'51%'", ROWS]),
+    "Bernoulli queries of zero samples": ({"santa_method": "pps", "santa_bernoulli": 0}, ["santa_bernoulli", "0", "from 1 to 262144"]),
+    "Bernoulli queries of a method with codes": ({"santa_method": "ssa", "santa_bernoulli": 4}, ["santa_bernoulli", "ssa", "with santa_m"]),
+    "Bernoulli queries of no method": ({"santa_bernoulli": 4}, ["santa_bernoulli", "no santa_method", "pps"]),
+    "Bernoulli query of another kind": (
+        {"santa_method": "pps", "santa_bernoulli": 4, "santa_bernoulli_query": "all"},
+        ["santa_bernoulli_query", "'all'", "group, head"],
+    ),
     "seed of words": ({"santa_seed": "seven"}, ["santa_seed", "'seven'", "an integer"]),
     "seed of 65 bits": ({"santa_seed": 2**64}, ["2**64 - 1"]),  # vLLM's own words
     "seed not whole": ({"santa_seed": 1.5}, ["santa_seed", "1.5", "an integer"]),

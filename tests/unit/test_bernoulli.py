@@ -5,7 +5,8 @@ import torch
 from sampling import DRAWS, assert_inclusion, assert_mean, many, uniform_bits
 from torch import Tensor
 
-from vllm_santa.reference.bernoulli import BernoulliQuery, BernoulliSettings, bernoulli_query
+from vllm_santa.methods import BernoulliSettings
+from vllm_santa.reference.bernoulli import BernoulliQuery, bernoulli_query
 
 GROUP, DIM = 3, 16
 QUERY = torch.randn(GROUP, DIM, generator=torch.Generator().manual_seed(0))

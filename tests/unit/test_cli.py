@@ -61,6 +61,22 @@ def test_check_prints_warnings(tmp_path):
             ["request: method not given, budget 10%", "decision: pps, 800 rows per KV head"],
         ),
         (
+            [
+                "--context",
+                8000,
+                "--request",
+                "santa_method=prop",
+                "--request",
+                "santa_bernoulli=8",
+                "--request",
+                "santa_bernoulli_query=head",
+            ],
+            [
+                "budget not given, Bernoulli queries of 8 samples, one per query head",
+                "keys: scored by Bernoulli queries of 8 samples, one per",
+            ],
+        ),
+        (
             ["--context", 300, "--request", "santa_budget=299", "--request", "santa_method=ssa"],
             ["decision: dense", "budget_covers_context"],
         ),
@@ -71,6 +87,15 @@ def test_explain(arguments, expected):
     assert result.exit_code == 0
     for text in expected:
         assert text in result.output
+
+
+def test_bernoulli_queries_of_a_rule(tmp_path):
+    file = tmp_path / "p.yaml"
+    file.write_text("rules: [{method: prop, budget: 32, bernoulli: {samples: 16}}]")
+    assert "prop with Bernoulli" in run("policy", "check", file).output
+    result = run("policy", "explain", file, "--context", 5000)
+    assert "rule 0 (always: prop with Bernoulli queries of 16 samples, one per group, 32): matches" in result.output
+    assert "keys: scored by Bernoulli queries of 16 samples, one per group" in result.output
 
 
 def test_explain_names_the_condition_that_failed(tmp_path):
@@ -90,7 +115,8 @@ def test_explain_names_the_condition_that_failed(tmp_path):
         ("santa_budget=.nan", "santa_budget: nan is not a budget; allowed: 8 to 16384 rows"),
         ("santa_budgt=3", "did you mean santa_budget?"),
         ("santa_budget", "--request: 'santa_budget' is not a parameter; allowed: K=V"),
-        ("budget=3", "--request: 'budget' is not a santa_* parameter"),
+        ("budget=3", "--request: 'budget' is not a santa_* parameter; allowed: santa_method, santa_budget, santa_seed, santa_bernoulli"),
+        ("santa_bernoulli=4", "santa_bernoulli: 4 is given with no santa_method"),
         ("santa_method=[", "santa_method: '[' is not a method"),
     ],
 )

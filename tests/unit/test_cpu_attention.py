@@ -16,7 +16,7 @@ from vllm_santa.attention import layer as layer_module  # noqa: E402
 from vllm_santa.attention.cpu import SantaCpuImpl, SantaCpuMetadata  # noqa: E402
 from vllm_santa.attention.layer import SparseStep  # noqa: E402
 from vllm_santa.codebook import Codebook  # noqa: E402
-from vllm_santa.methods import Method  # noqa: E402
+from vllm_santa.methods import BernoulliSettings, Method  # noqa: E402
 from vllm_santa.reference import pq  # noqa: E402
 from vllm_santa.reference.decode import decode_row  # noqa: E402
 from vllm_santa.reference.dense import dense_attention  # noqa: E402
@@ -147,7 +147,7 @@ def alone(query: Tensor, row: Row, token: SparseToken, layer: Layer) -> Tensor:
     codes = torch.nn.functional.pad(pq.encode(row.key[:length], layer.impl.santa.context.codebook), padding).unflatten(0, (blocks, N))
     return decode_row(
         query, pages.transpose(1, 2), codes.transpose(1, 2), torch.arange(blocks), length, token.method, token.budget, token.seed,
-        layer.impl.santa.context, layer.runtime.settings,
+        layer.impl.santa.context, layer.runtime.settings, token.bernoulli,
     ).output  # fmt: skip
 
 
@@ -171,6 +171,24 @@ def test_every_method_in_one_step(coded: Layer) -> None:
         start += row.tokens
     assert coded.read[Method.pps] == (lengths[SPARSE.index(Method.pps)], pytest.approx(12, abs=1))
     assert coded.read[Method.topk] == (12 + 8, 12 + 8)
+
+
+@pytest.mark.parametrize("mean_group", [True, False])
+def test_bernoulli_queries_count_the_features_they_read(coded: Layer, mean_group: bool) -> None:
+    (row,) = make_rows([61], [1])
+    coded.write(row)
+    query = normal(1, H * G, D, seed=4)
+    token = SparseToken(0, 0, 61, Method.prop, 512, 7, BernoulliSettings(1, mean_group))
+    output = coded.attend(query, [row], [token])
+    torch.testing.assert_close(output[0], alone(query[0], row, token, coded))
+    key_rows, _ = coded.read[Method.prop]
+    magnitude = query[0].unflatten(0, (H, G)).abs()
+    drawn = magnitude.mean(1, keepdim=True) if mean_group else magnitude
+    missed = (1 - drawn / drawn.amax(-1, keepdim=True)).prod(1)  # probability that no head of the group reads the feature, [H, D]
+    share, spread = (1 - missed).mean(), (missed * (1 - missed)).sum().sqrt() / missed.numel()
+    assert abs(key_rows / 61 - share) <= 4 * spread
+    exact = coded.attend(query, [row], [token._replace(bernoulli=None)])
+    assert not torch.isclose(output, exact, rtol=0.1).all()
 
 
 @pytest.mark.parametrize("method", [Method.pps, Method.ssa, Method.topk, Method.uniform_tail])

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_santa.codebook import Codebook
-from vllm_santa.methods import Method
-from vllm_santa.reference.bernoulli import BernoulliSettings
+from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.reference.decode import LayerContext, RowResult, decode_row
 from vllm_santa.reference.pq import encode
 from vllm_santa.reference.ssa import SelectionSettings

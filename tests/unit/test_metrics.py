@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 from vllm_santa import metrics
-from vllm_santa.methods import Method
+from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.policy import Decision
 from vllm_santa.rows import DecodingToken
 
@@ -44,7 +44,7 @@ def scrape(instance: str = "abc") -> dict[tuple[str, ...], float]:
 
 
 STEP = [
-    DecodingToken(0, 1000, Decision(Method.pps, 64, "request")),
+    DecodingToken(0, 1000, Decision(Method.pps, 64, "request", BernoulliSettings(4))),
     DecodingToken(1, 500, Decision(Method.dense, 0, "no_rule")),
     DecodingToken(2, 700, Decision(Method.dense, 0, "no_codebook")),
 ]

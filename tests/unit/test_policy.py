@@ -7,8 +7,18 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_santa.methods import METHOD_NAMES, Method
-from vllm_santa.policy import Policy, PolicyError, RowContext, default_policy_path, load_policy, policy_of, policy_path, served_model
+from vllm_santa.methods import METHOD_NAMES, BernoulliSettings, Method
+from vllm_santa.policy import (
+    Decision,
+    Policy,
+    PolicyError,
+    RowContext,
+    default_policy_path,
+    load_policy,
+    policy_of,
+    policy_path,
+    served_model,
+)
 from vllm_santa.policy.budget import MAX_ROWS, Budget
 from vllm_santa.policy.decision import REASONS
 from vllm_santa.policy.file import parse_policy
@@ -99,7 +109,7 @@ local: 8
     ],
 )
 def test_first_matching_rule_decides(row, method, budget, reason):
-    assert policy(RULES).decide(row) == (Method[method], budget, reason)
+    assert policy(RULES).decide(row) == Decision(Method[method], budget, reason)
 
 
 @pytest.mark.parametrize(
@@ -116,17 +126,49 @@ def test_first_matching_rule_decides(row, method, budget, reason):
     ],
 )
 def test_request_overrides(context, asked, method, budget, reason):
-    assert policy(RULES).decide(RowContext(context), asked) == (Method[method], budget, reason)
+    assert policy(RULES).decide(RowContext(context), asked) == Decision(Method[method], budget, reason)
 
 
 def test_budget_that_covers_the_context_is_dense():
     rules = policy(RULES)
-    covered = (Method.dense, 0, "budget_covers_context")
+    covered = Decision(Method.dense, 0, "budget_covers_context")
     assert rules.decide(RowContext(80), RequestParams(Method.ssa, Budget(64))) == covered  # 64 + 8 + 8
     assert rules.decide(RowContext(81), RequestParams(Method.ssa, Budget(64))).method is Method.ssa
     assert rules.decide(RowContext(64), RequestParams(Method.pps, Budget(64))) == covered
     assert rules.decide(RowContext(65), RequestParams(Method.pps, Budget(64))).method is Method.pps  # pps has no windows
     assert rules.decide(RowContext(10), RequestParams(Method.santa, Budget(64))).method is Method.santa  # draws never cover
+
+
+BERNOULLI = "rules: [{context: {min: 100}, method: prop, budget: 8, bernoulli: {samples: 4}}]"
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "method", "bernoulli"),
+    [
+        (100, RequestParams(), "prop", BernoulliSettings(4, True)),
+        (100, RequestParams(budget=Budget(9)), "prop", BernoulliSettings(4, True)),
+        (100, RequestParams(method=Method.prop), "prop", None),  # who names the method says what goes with it
+        (100, RequestParams(method=Method.ssa), "ssa", None),
+        (100, RequestParams(Method.flash, bernoulli=BernoulliSettings(2, False)), "flash", BernoulliSettings(2, False)),
+        (99, RequestParams(), "dense", None),
+        (99, RequestParams(budget=Budget(9)), "pps", None),
+        (99, RequestParams(method=Method.dense), "dense", None),
+    ],
+)
+def test_bernoulli_queries_go_with_the_method(context, asked, method, bernoulli):
+    windowless = policy(BERNOULLI + "\nsink: 0\nlocal: 0\ndefault_budget: 8")
+    decision = windowless.decide(RowContext(context), asked)
+    assert (decision.method.name, decision.bernoulli) == (method, bernoulli)
+
+
+def test_bernoulli_queries_of_heads():
+    rule = policy("rules: [{method: sys, bernoulli: {samples: 3, query: head}}]").rules[0]
+    assert rule.compiled(Budget(1)).bernoulli == BernoulliSettings(3, False)
+
+
+def test_a_budget_that_covers_the_context_leaves_bernoulli_queries():
+    asked = RequestParams(Method.pps, Budget(64), bernoulli=BernoulliSettings(2))
+    assert policy("rules: []").decide(RowContext(10), asked) == Decision(Method.pps, 64, "request", BernoulliSettings(2))
 
 
 @given(st.builds(RowContext, st.integers(1, 10**6), st.integers(0, 100), st.integers(1, 8), st.sampled_from(["", "llama", "a/llama"])))
@@ -176,6 +218,17 @@ def test_max_budget_bounds_every_decision():
         ("rules:\n- budget: 3", "p.yaml:2: rules[0].method: is missing; allowed: one of dense"),
         ("rules:\n- {method: dense, budget: 3}", "p.yaml:2: rules[0]: {'method': 'dense', 'budget': 3}: a dense rule has no budget"),
         ("rules:\n- method: ssa\n  context: {min: 5, max: 4}", "p.yaml:3: rules[0].context: {'min': 5, 'max': 4}: min 5 is above max 4"),
+        ("rules: [{method: ssa, bernoulli: {samples: 2}}]", "ssa has no bernoulli; allowed: with santa, strat, sys, prop, flash, pps"),
+        ("rules: [{method: dense, bernoulli: {samples: 2}}]", "p.yaml:1: dense has no bernoulli; allowed: with santa"),
+        ("rules:\n- method: pps\n  bernoulli: {query: head}", "p.yaml:3: rules[0].bernoulli.samples: is missing; allowed: an integer"),
+        ("rules:\n- method: pps\n  bernoulli: 4", "p.yaml:3: rules[0].bernoulli: 4: input should be a valid dictionary"),
+        ("rules: [{method: pps, bernoulli: {samples: 0}}]", "rules[0].bernoulli.samples: 0: input should be greater than or equal to 1"),
+        ("rules: [{method: pps, bernoulli: {samples: 262145}}]", "rules[0].bernoulli.samples: 262145: input should be less than or"),
+        (
+            "rules: [{method: pps, bernoulli: {samples: 1, query: all}}]",
+            "rules[0].bernoulli.query: 'all': input should be 'group' or 'head'",
+        ),
+        ("rules: [{method: pps, bernoulli: {sample: 1}}]", "allowed: samples, query; did you mean samples?"),
         ("sink: 1\n\nheavy_fracton: 0.5", "p.yaml:3: heavy_fracton: unknown field (value 0.5); allowed: rules, default_method"),
         ("heavy_fracton: 0.5", "did you mean heavy_fraction?"),
         ("requests:\n  over_limits: clamp", "p.yaml:2: requests.over_limits: unknown field (value 'clamp'); allowed: allow, methods"),
@@ -234,7 +287,7 @@ def test_any_text_is_a_policy_or_a_policy_error(text):
 def test_default_policy_is_the_shipped_file():
     assert default_policy_path() == ROOT / "configs" / "default.yaml"
     assert load_policy() == load_policy(str(ROOT / "configs" / "default.yaml"))
-    assert load_policy().decide(RowContext(200_000)) == (Method.pps, 512, "rule")
+    assert load_policy().decide(RowContext(200_000)) == Decision(Method.pps, 512, "rule")
     assert load_policy().decide(RowContext(1000)).method is Method.dense
 
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_santa import front
-from vllm_santa.methods import METHOD_NAMES, Method
+from vllm_santa.methods import METHOD_NAMES, BernoulliSettings, Method
 from vllm_santa.policy import PolicyError, load_policy
 from vllm_santa.policy.budget import Budget
 from vllm_santa.policy.file import parse_policy
-from vllm_santa.policy.parameters import RequestParams, parse, parse_lenient
+from vllm_santa.policy.parameters import PARAMETERS, RequestParams, parse, parse_lenient
 from vllm_santa.request import SantaParams, processor_for
 
 LIMITS = load_policy().requests
@@ -45,6 +45,16 @@ def no_front_policy(monkeypatch):
         ({"santa_seed": -(2**63)}, RequestParams(seed=2**63)),
         ({"santa_seed": 2**64 - 1}, RequestParams(seed=2**64 - 1)),
         ({"santa_method": "ssa", "santa_budget": 8, "santa_seed": 0}, RequestParams(Method.ssa, Budget(8), 0)),
+        ({"santa_method": "pps", "santa_bernoulli": 4}, RequestParams(Method.pps, bernoulli=BernoulliSettings(4))),
+        ({"santa_bernoulli": "16", "santa_method": "santa"}, RequestParams(Method.santa, bernoulli=BernoulliSettings(16))),
+        (
+            {"santa_method": "flash", "santa_bernoulli": 1 << 18, "santa_bernoulli_query": "head"},
+            RequestParams(Method.flash, bernoulli=BernoulliSettings(1 << 18, mean_group=False)),
+        ),
+        (
+            {"santa_method": "sys", "santa_bernoulli": 1, "santa_bernoulli_query": "group"},
+            RequestParams(Method.sys, bernoulli=BernoulliSettings(1)),
+        ),
     ],
 )
 def test_good_parameters(extra_args, params):
@@ -52,29 +62,41 @@ def test_good_parameters(extra_args, params):
     assert parse_lenient(extra_args, LIMITS) == (params, 0)
 
 
-REFUSED = [
-    (
-        {"santa_budgt": 5},
-        "santa_budgt: unknown parameter (value 5); allowed: santa_method, santa_budget, santa_seed; did you mean santa_budget?",
-    ),
-    ({"santa_": 5}, "santa_: unknown parameter (value 5); allowed: santa_method"),
-    ({"santa_method": "ppss"}, "santa_method: 'ppss' is not a method; allowed: dense, santa, strat"),
-    ({"santa_method": "PPS"}, "santa_method: 'PPS' is not a method"),
-    ({"santa_method": 1}, "santa_method: 1 is not a method"),
-    ({"santa_method": ["pps"]}, "santa_method: ['pps'] is not a method"),
-    ({"santa_method": None}, "santa_method: None is not a method"),
-    ({"santa_seed": 1.0}, "santa_seed: 1.0 is not a seed; allowed: an integer from -2^63 to 2^64 - 1"),
-    ({"santa_seed": "7"}, "santa_seed: '7' is not a seed"),
-    ({"santa_seed": True}, "santa_seed: True is not a seed"),
-    ({"santa_seed": 2**64}, "santa_seed: 18446744073709551616 is not a seed"),
-    ({"santa_seed": -(2**63) - 1}, "santa_seed: -9223372036854775809 is not a seed"),
-] + [
-    (
-        {"santa_budget": value},
-        f"santa_budget: {value!r} is not a budget; allowed: 8 to 16384 rows, or a fraction of the context from 0.001 (0.1%)",
-    )
-    for value in (0, -3, 0.0, -0.1, 1.0, 1.5, math.nan, math.inf, True, "many", "100%", [5], [[5]], {"rows": 5}, None)
-]
+REFUSED = (
+    [
+        (
+            {"santa_budgt": 5},
+            "santa_budgt: unknown parameter (value 5); allowed: santa_method, santa_budget, santa_seed, santa_bernoulli, "
+            "santa_bernoulli_query; did you mean santa_budget?",
+        ),
+        ({"santa_": 5}, "santa_: unknown parameter (value 5); allowed: santa_method"),
+        ({"santa_bernoulli": 4}, "santa_bernoulli: 4 is given with no santa_method; allowed: with santa_method santa, strat, sys"),
+        ({"santa_bernoulli_query": "head"}, "santa_bernoulli_query: 'head' is given without santa_bernoulli; allowed: both, or neither"),
+        ({"santa_bernoulli_query": "heads"}, "santa_bernoulli_query: 'heads' is not a query; allowed: group, head"),
+        ({"santa_bernoulli_query": 1}, "santa_bernoulli_query: 1 is not a query"),
+        ({"santa_method": "ppss"}, "santa_method: 'ppss' is not a method; allowed: dense, santa, strat"),
+        ({"santa_method": "PPS"}, "santa_method: 'PPS' is not a method"),
+        ({"santa_method": 1}, "santa_method: 1 is not a method"),
+        ({"santa_method": ["pps"]}, "santa_method: ['pps'] is not a method"),
+        ({"santa_method": None}, "santa_method: None is not a method"),
+        ({"santa_seed": 1.0}, "santa_seed: 1.0 is not a seed; allowed: an integer from -2^63 to 2^64 - 1"),
+        ({"santa_seed": "7"}, "santa_seed: '7' is not a seed"),
+        ({"santa_seed": True}, "santa_seed: True is not a seed"),
+        ({"santa_seed": 2**64}, "santa_seed: 18446744073709551616 is not a seed"),
+        ({"santa_seed": -(2**63) - 1}, "santa_seed: -9223372036854775809 is not a seed"),
+    ]
+    + [
+        (
+            {"santa_budget": value},
+            f"santa_budget: {value!r} is not a budget; allowed: 8 to 16384 rows, or a fraction of the context from 0.001 (0.1%)",
+        )
+        for value in (0, -3, 0.0, -0.1, 1.0, 1.5, math.nan, math.inf, True, "many", "100%", [5], [[5]], {"rows": 5}, None)
+    ]
+    + [
+        ({"santa_bernoulli": value}, f"santa_bernoulli: {value!r} is not a number of samples; allowed: an integer from 1 to 262144")
+        for value in (0, -3, 1.0, 0.5, (1 << 18) + 1, math.nan, True, "many", "0", "2%", "-4", [5], {"samples": 5}, None)
+    ]
+)
 
 
 @pytest.mark.parametrize(("extra_args", "message"), REFUSED)
@@ -83,6 +105,23 @@ def test_refused_parameters_name_field_value_and_what_is_allowed(extra_args, mes
         parse(extra_args, LIMITS)
     assert str(caught.value).startswith(message)
     assert parse_lenient(extra_args, LIMITS) == (RequestParams(), 1)
+
+
+@pytest.mark.parametrize("method", ["dense", "ssa", "ssa_fixed", "topk", "uniform_tail"])
+def test_bernoulli_queries_of_methods_that_have_none(method):
+    asked = {"santa_method": method, "santa_bernoulli": 4, "santa_bernoulli_query": "head", "santa_seed": 1}
+    allowed = "allowed: with santa_method santa, strat, sys, prop, flash, pps"
+    with pytest.raises(ValueError, match=f"^santa_bernoulli: 4 is given with santa_method {method}; {allowed}$"):
+        parse(asked, LIMITS)
+    assert parse_lenient(asked, LIMITS) == (RequestParams(Method[method], seed=1), 2), "the rest is served"
+
+
+@pytest.mark.parametrize("value", [4, "4"])
+def test_the_policy_may_refuse_bernoulli_queries(value):
+    exact = parse_policy("requests: {bernoulli: false}", "p").requests
+    with pytest.raises(ValueError, match=f"santa_bernoulli: {value!r} is refused; allowed: nothing, this server's policy has no Bernoulli"):
+        parse({"santa_method": "pps", "santa_bernoulli": value}, exact)
+    assert parse_lenient({"santa_method": "pps", "santa_bernoulli": value}, exact) == (RequestParams(Method.pps), 1)
 
 
 @pytest.mark.parametrize(("value", "clamped"), [(9, "10"), (21, "20"), (10**9, "20"), ("0.5%", "1%"), (0.5, "5%")])
@@ -108,17 +147,17 @@ def test_forbidden_method():
 
 def test_requests_may_not_choose():
     closed = parse_policy("requests: {allow: false}", "p").requests
-    for key, value in (("santa_method", "pps"), ("santa_budget", 64)):
+    for key, value in (("santa_method", "pps"), ("santa_budget", 64), ("santa_bernoulli", 4), ("santa_bernoulli_query", "head")):
         with pytest.raises(ValueError, match=f"{key}: {value!r} is refused; .* choose only santa_seed"):
             parse({key: value}, closed)
     assert parse({"santa_seed": 3}, closed) == RequestParams(seed=3)
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*METHOD_NAMES, "2%", "64"]),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([*METHOD_NAMES, "2%", "64", "head"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
 )
-KEYS = st.sampled_from(["santa_method", "santa_budget", "santa_seed"]) | st.text(max_size=6).map("santa_".__add__) | st.text(max_size=6)
+KEYS = st.sampled_from(PARAMETERS) | st.text(max_size=6).map("santa_".__add__) | st.text(max_size=6)
 
 
 @given(st.dictionaries(KEYS, JSON, max_size=4))
@@ -130,6 +169,7 @@ def test_any_parameters_are_read_or_refused_by_name(extra_args):
         assert any(str(error).startswith(repr(key)[1:-1] + ": ") for key in extra_args if key.startswith("santa_"))
     else:
         assert (lenient, ignored) == (params, 0)
+        assert params.bernoulli is None or (params.method is not None and params.method.scores_exactly)
         assert params.budget is None or LIMITS.clamp(params.budget) == params.budget
         assert params.seed is None or 0 <= params.seed < 2**64
 

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm")
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
-from vllm_santa.methods import Method  # noqa: E402
+from vllm_santa.methods import BernoulliSettings, Method  # noqa: E402
 from vllm_santa.policy import Policy  # noqa: E402
 from vllm_santa.policy.budget import Budget  # noqa: E402
 from vllm_santa.policy.parameters import RequestParams  # noqa: E402
@@ -47,6 +47,12 @@ def test_decoding_rows_get_what_they_asked_for() -> None:
     assert [(token.token, token.context, token.decision.method) for token in plan.decoding] == [
         (0, 1200, Method.topk), (1, 1001, Method.pps), (2, 1500, Method.dense),
     ]  # fmt: skip
+
+
+def test_bernoulli_queries_reach_the_token() -> None:
+    asked = RowRequest(RequestParams(Method.prop, Budget(8), bernoulli=BernoulliSettings(4, False)), 6, 1000)
+    plan = plan_step(step([1, 1], [1200, 1200]), runtime([asked, asks("prop", 8, 6)]))
+    assert [token.bernoulli for token in plan.sparse] == [BernoulliSettings(4, False), None]
 
 
 def test_prompts_are_dense() -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from vllm_santa.methods import Method
 from vllm_santa.policy import REASONS, Policy, PolicyError, RowContext, load_policy
 from vllm_santa.policy.decision import CompiledRule
-from vllm_santa.policy.parameters import RequestParams, has_santa, parse
+from vllm_santa.policy.parameters import PARAMETERS, RequestParams, has_santa, parse
 from vllm_santa.policy.reference_page import policy_reference
 from vllm_santa.policy.schema import Range, RequestLimits, Rule
 
@@ -30,7 +30,7 @@ def check(file: PolicyFile) -> None:
         console.print(f"warning: {warning}", style="yellow", soft_wrap=True)
     table = Table("rule", "when", "method", "budget")
     for index, rule in enumerate(policy.rules):
-        table.add_row(str(index), _conditions(rule), rule.method.name, _budget_of(rule, policy))
+        table.add_row(str(index), _conditions(rule), _method_of(rule), _budget_of(rule, policy))
     table.add_row("-", "no rule matches", Method.dense.name, "")
     console.print(table)
     console.print(f"dense layers: {', '.join(map(str, policy.dense_layers)) or 'none'}; sink {policy.sink}, local {policy.local}")
@@ -53,7 +53,7 @@ def explain(
     console = _console()
     for index, (rule, compiled) in enumerate(zip(policy.rules, policy.decider.rules, strict=True)):
         verdict = _verdict(rule, compiled, row)
-        console.print(f"rule {index} ({_conditions(rule)}: {rule.method.name} {_budget_of(rule, policy)}): {verdict}", soft_wrap=True)
+        console.print(f"rule {index} ({_conditions(rule)}: {_method_of(rule)} {_budget_of(rule, policy)}): {verdict}", soft_wrap=True)
         if verdict == "matches":
             break
     else:
@@ -61,13 +61,16 @@ def explain(
     if request:
         budget = "not given" if asked.budget is None else str(asked.budget)
         method = "not given" if asked.method is None else asked.method.name
-        console.print(f"request: method {method}, budget {budget}", soft_wrap=True)
+        bernoulli = "" if asked.bernoulli is None else f", {asked.bernoulli}"
+        console.print(f"request: method {method}, budget {budget}{bernoulli}", soft_wrap=True)
     decision = policy.decide(row, asked)
     unit = "draws per query head" if decision.method.samples_values else "rows per KV head"
     if decision.method.needs_codes:
         unit += f", beside the {policy.sink} sink and {policy.local} local tokens"
     budget = f", {decision.budget} {unit} ({decision.budget / context:.2%} of {context})" if decision.budget else ""
     console.print(f"decision: {decision.method.name}{budget}", style="bold", soft_wrap=True)
+    if decision.bernoulli is not None:
+        console.print(f"keys: scored by {decision.bernoulli}", soft_wrap=True)
     console.print(f"why: {decision.reason}: {REASONS[decision.reason]}", soft_wrap=True)
 
 
@@ -100,7 +103,7 @@ def _parse_request(pairs: list[str], limits: RequestLimits) -> RequestParams:
         if not equals:
             raise _fail(f"--request: {pair!r} is not a parameter; allowed: K=V, as santa_budget=2%")
         if not has_santa({key: value}):
-            raise _fail(f"--request: {key!r} is not a santa_* parameter; allowed: santa_method, santa_budget, santa_seed")
+            raise _fail(f"--request: {key!r} is not a santa_* parameter; allowed: {', '.join(PARAMETERS)}")
         try:
             values[key] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -130,6 +133,10 @@ def _span(span: Range) -> str:
     if span.max is None:
         return f"from {span.low}"
     return f"{span.low} to {span.max}"
+
+
+def _method_of(rule: Rule) -> str:
+    return rule.method.name if rule.bernoulli is None else f"{rule.method.name} with {rule.bernoulli.settings()},"
 
 
 def _budget_of(rule: Rule, policy: Policy) -> str:

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
 
-from vllm_santa.methods import Method
+from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.policy.budget import Budget
 from vllm_santa.policy.parameters import RequestParams
 
@@ -24,11 +24,13 @@ class RowContext(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """Method and budget in rows (0 for dense). `reason` is a short, stable word, fit for a metric label (see REASONS)."""
+    """Method and budget in rows (0 for dense). `reason` is a short, stable word, fit for a metric label (see REASONS).
+    `bernoulli`: not None where keys are scored by Bernoulli queries, which only the reference computes."""
 
     method: Method
     budget: int
     reason: str
+    bernoulli: BernoulliSettings | None = None
 
 
 REASONS = {
@@ -60,6 +62,7 @@ class CompiledRule(NamedTuple):
     model: str | None
     method: Method
     budget: Budget
+    bernoulli: BernoulliSettings | None
 
     def mismatch(self, row: RowContext) -> str | None:
         """The name of the first condition that the row does not meet, or None where it meets them all."""
@@ -102,14 +105,15 @@ class Decider:
             return _REQUEST_DENSE
         rule = self.match(row)
         reason = "rule" if asked.method is None and asked.budget is None else "request"
-        method, budget = self.default_method, self.default_budget
+        method, budget, bernoulli = self.default_method, self.default_budget, None
         if rule is not None and rule.method is not _DENSE:
-            method, budget = rule.method, rule.budget
+            method, budget, bernoulli = rule.method, rule.budget, rule.bernoulli
         elif reason == "rule":
             return _NO_RULE if rule is None else _RULE_DENSE
-        method, budget = asked.method or method, asked.budget or budget
-        rows = budget.rows(row.context)
+        if asked.method is not None:  # Bernoulli queries belong to the method: who names the one says the other
+            method, bernoulli = asked.method, asked.bernoulli
+        rows = (asked.budget or budget).rows(row.context)
         beside = self._beside[method]
-        if beside is not None and rows + beside >= row.context:
+        if bernoulli is None and beside is not None and rows + beside >= row.context:
             return _COVERED
-        return Decision(method, rows, reason)
+        return Decision(method, rows, reason, bernoulli)

@@ -1,27 +1,33 @@
 """The `santa_*` parameters of a request, read from `SamplingParams.extra_args` (the OpenAI API's `vllm_xargs`)."""
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from vllm_santa.methods import METHOD_NAMES, Method
+from vllm_santa.methods import MAX_BERNOULLI_SAMPLES, METHOD_NAMES, BernoulliSettings, Method
 from vllm_santa.policy.budget import Budget, shown
 
 if TYPE_CHECKING:
     from vllm_santa.policy.schema import RequestLimits
 
 PREFIX = "santa_"
+BERNOULLI_QUERIES = ("group", "head")
+BERNOULLI_METHODS = tuple(method.name for method in Method if method.scores_exactly)
+_SAMPLES = re.compile("[0-9]{1,18}")
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
-    """What a request asks for; None where it leaves the choice to the policy. `seed` is an unsigned 64-bit value."""
+    """What a request asks for; None where it leaves the choice to the policy. `seed` is an unsigned 64-bit value. `bernoulli` comes with a
+    `method` that it suits."""
 
     method: Method | None = None
     budget: Budget | None = None
     seed: int | None = None
+    bernoulli: BernoulliSettings | None = None
 
 
 def parse(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> RequestParams:
@@ -30,7 +36,7 @@ def parse(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> Requ
     Raises:
         ValueError: names the parameter, its value and what is allowed; vLLM answers HTTP 400 with it.
     """
-    return RequestParams(**{name: read(value, limits) for name, value, read in _given(extra_args)})
+    return _params({name: read(value, limits) for name, value, read in _given(extra_args)})
 
 
 def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> tuple[RequestParams, int]:
@@ -48,7 +54,11 @@ def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits")
             values |= {name: read(value, limits) for name, value, read in _given({key: value})}
         except ValueError:
             ignored += 1
-    return RequestParams(**values), ignored
+    try:
+        return _params(values), ignored
+    except ValueError:  # the rest can still be served
+        rest = {name: value for name, value in values.items() if not name.startswith("bernoulli")}
+        return _params(rest), ignored + len(values) - len(rest)
 
 
 def has_santa(extra_args: Mapping[str, Any] | None) -> bool:
@@ -59,6 +69,18 @@ def has_santa(extra_args: Mapping[str, Any] | None) -> bool:
 def unsigned(seed: int) -> int:
     """A signed or unsigned 64-bit seed as the unsigned value that keys the random numbers."""
     return seed & SEED_MAX
+
+
+def _params(values: dict[str, Any]) -> RequestParams:
+    """The parameters as one, from values that are right each for itself."""
+    method, samples, query = values.get("method"), values.get("bernoulli"), values.get("bernoulli_query")
+    if samples is None and query is not None:
+        raise ValueError(f"santa_bernoulli_query: {query!r} is given without santa_bernoulli; allowed: both, or neither")
+    if samples is not None and (method is None or not method.scores_exactly):
+        given = "no santa_method" if method is None else f"santa_method {method.name}"
+        raise ValueError(f"santa_bernoulli: {samples} is given with {given}; allowed: with santa_method {', '.join(BERNOULLI_METHODS)}")
+    bernoulli = None if samples is None else BernoulliSettings(samples, query != "head")
+    return RequestParams(method, values.get("budget"), values.get("seed"), bernoulli)
 
 
 def _is_ours(key: object) -> bool:
@@ -105,13 +127,40 @@ def _read_seed(value: object, limits: "RequestLimits") -> int:
     return unsigned(value)
 
 
+def _read_bernoulli(value: object, limits: "RequestLimits") -> int:
+    _check_may_choose("santa_bernoulli", value, limits)
+    _check_bernoulli("santa_bernoulli", value, limits)
+    number = int(value) if isinstance(value, str) and _SAMPLES.fullmatch(value) else value
+    if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= MAX_BERNOULLI_SAMPLES:
+        raise ValueError(
+            f"santa_bernoulli: {shown(value)} is not a number of samples; allowed: an integer from 1 to {MAX_BERNOULLI_SAMPLES}"
+        )
+    return number
+
+
+def _read_bernoulli_query(value: object, limits: "RequestLimits") -> str:
+    _check_may_choose("santa_bernoulli_query", value, limits)
+    _check_bernoulli("santa_bernoulli_query", value, limits)
+    if not isinstance(value, str) or value not in BERNOULLI_QUERIES:
+        raise ValueError(f"santa_bernoulli_query: {shown(value)} is not a query; allowed: {', '.join(BERNOULLI_QUERIES)}")
+    return value
+
+
 def _check_may_choose(key: str, value: object, limits: "RequestLimits") -> None:
     if not limits.allow:
         raise ValueError(f"{key}: {shown(value)} is refused; allowed: nothing, this server's policy lets requests choose only santa_seed")
+
+
+def _check_bernoulli(key: str, value: object, limits: "RequestLimits") -> None:
+    if not limits.bernoulli:
+        raise ValueError(f"{key}: {shown(value)} is refused; allowed: nothing, this server's policy has no Bernoulli queries for requests")
 
 
 _READERS: dict[str, Callable[[Any, "RequestLimits"], Any]] = {
     "santa_method": _read_method,
     "santa_budget": _read_budget,
     "santa_seed": _read_seed,
+    "santa_bernoulli": _read_bernoulli,
+    "santa_bernoulli_query": _read_bernoulli_query,
 }
+PARAMETERS = tuple(_READERS)

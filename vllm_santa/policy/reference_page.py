@@ -28,8 +28,10 @@ A mistake in it stops the server at start, with file, line, field, value and wha
 1. A request that asks for `dense` gets it.
 2. The first rule whose conditions all hold gives method and budget; a row that no rule matches is dense.
 3. A request's `santa_method` replaces the method, its `santa_budget` the budget. What it leaves open comes from the rule; where the row
-   would be dense, from `default_method` and `default_budget`.
-4. A budget that would read the whole row anyway (for methods with codes, together with the sink and local windows) makes it dense.
+   would be dense, from `default_method` and `default_budget`. Bernoulli queries belong to the method: a request that names a method has
+   those that it asks for itself, and none of the rule's.
+4. A budget that would read the whole row anyway (for methods with codes, together with the sink and local windows) makes it dense,
+   unless the row has Bernoulli queries.
 
 A budget counts draws of V rows per query head for `santa`, `strat`, `sys`, `prop` and `flash`, and distinct rows per KV head for the
 others. It is a number of rows, or a fraction of the row's context (`2%` or `0.02`, rounded up, never more than 262144 rows).

@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
 
-from vllm_santa.methods import METHOD_NAMES, Method
+from vllm_santa.methods import MAX_BERNOULLI_SAMPLES, METHOD_NAMES, BernoulliSettings, Method
 from vllm_santa.policy import budget as budgets
 from vllm_santa.policy.budget import Budget, shown
 from vllm_santa.policy.decision import CompiledRule, Condition, Decider, Decision, RowContext
-from vllm_santa.policy.parameters import RequestParams
+from vllm_santa.policy.parameters import BERNOULLI_METHODS, RequestParams
 
 _LAYERS = re.compile(r"(-?[0-9]{1,5})-(-?[0-9]{1,5})")
 _METHOD_TEXT = "one of " + ", ".join(METHOD_NAMES)
@@ -123,6 +123,11 @@ class RequestLimits(_Part):
     )
     budget: RowLimits = setting(RowLimits(), "min and max", "Limits of `santa_budget` where it is a number of rows.")
     fraction: FractionLimits = setting(FractionLimits(), "min and max", "Limits of `santa_budget` where it is a fraction of the context.")
+    bernoulli: bool = setting(
+        True,
+        "true or false",
+        "Whether requests may choose Bernoulli queries. No kernel computes them: on a GPU such rows decode by the reference, and slowly.",
+    )
     over_limit: Literal["refuse", "clamp"] = setting(
         "refuse", "refuse or clamp", "Whether a budget outside the limits is refused with HTTP 400, or moved to the nearest limit."
     )
@@ -157,6 +162,22 @@ class RequestLimits(_Part):
         )
 
 
+class Bernoulli(_Part):
+    """Keys are scored by random queries that read only some features of K (SANTA §5). No kernel computes them: on a GPU such rows decode
+    by the reference, and slowly. For methods that score every key: santa, strat, sys, prop, flash, pps."""
+
+    samples: int = setting(
+        ..., f"an integer from 1 to {MAX_BERNOULLI_SAMPLES}", "B, draws per feature; the more, the closer.", ge=1, le=MAX_BERNOULLI_SAMPLES
+    )
+    query: Literal["group", "head"] = setting(
+        "group", "group or head", "Whether the query heads of a KV head share one draw (mean group query, §5.1) or each draw their own."
+    )
+
+    def settings(self) -> BernoulliSettings:
+        """As the decision and the reference use them."""
+        return BernoulliSettings(self.samples, self.query == "group")
+
+
 class Rule(_Part):
     """Conditions, which must all hold, and what then happens to the row. Conditions that are left out always hold."""
 
@@ -171,6 +192,16 @@ class Rule(_Part):
     method: MethodName = setting(..., _METHOD_TEXT, "Decode method of the rows that the rule matches.")
     budget: BudgetValue | None = setting(None, budgets.ALLOWED, "Budget of the method; left out, it is `default_budget`.")
 
+    bernoulli: Bernoulli | None = setting(
+        None, "samples and query", "Bernoulli queries of the method; a request that names a method says for itself whether it wants them."
+    )
+
+    @model_validator(mode="after")
+    def _bernoulli_suits_the_method(self) -> "Rule":
+        if self.bernoulli is not None and not self.method.scores_exactly:
+            raise ValueError(f"{self.method.name} has no bernoulli; allowed: with {', '.join(BERNOULLI_METHODS)}")
+        return self
+
     @model_validator(mode="after")
     def _dense_has_no_budget(self) -> "Rule":
         if self.method is Method.dense and self.budget is not None:
@@ -181,7 +212,8 @@ class Rule(_Part):
         """The rule as the decision uses it."""
         named = ((RowContext._fields.index(name), getattr(self, name)) for name in ("context", "generated", "batch"))
         conditions = tuple(Condition(field, int(span.low), span.high) for field, span in named if span != Range())
-        return CompiledRule(conditions, self.model, self.method, self.budget or default_budget)
+        bernoulli = None if self.bernoulli is None else self.bernoulli.settings()
+        return CompiledRule(conditions, self.model, self.method, self.budget or default_budget, bernoulli)
 
 
 class Policy(_Part):

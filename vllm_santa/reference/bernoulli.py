@@ -5,22 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_santa.methods import BernoulliSettings
 from vllm_santa.reference.fixed_point import ONE, ONE_BITS
-
-
-@dataclass(frozen=True)
-class BernoulliSettings:
-    """samples: B, draws per feature, 1 to 2^18. mean_group: one draw for the whole group (§5.1) instead of one for each query head.
-
-    Raises ValueError for samples out of range.
-    """
-
-    samples: int
-    mean_group: bool = True
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.samples <= 1 << 18:
-            raise ValueError(f"samples: {self.samples} is not between 1 and {1 << 18}")
 
 
 @dataclass(frozen=True)

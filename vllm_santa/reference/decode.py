@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from vllm_santa.codebook import Codebook
-from vllm_santa.methods import Method
+from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.reference.attend import attend_selected, attend_values
-from vllm_santa.reference.bernoulli import BernoulliSettings, bernoulli_query
+from vllm_santa.reference.bernoulli import bernoulli_query
 from vllm_santa.reference.paged import gather_context
 from vllm_santa.reference.philox import Stream, uniform44
 from vllm_santa.reference.pq import lookup_tables, proxy_scores
