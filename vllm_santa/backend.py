@@ -2,12 +2,14 @@
 
 from vllm.platforms import current_platform
 
-if not current_platform.is_cpu():
+if current_platform.is_cpu():
+    from vllm_santa.attention.cpu import SantaCpuBackend as SantaBackend
+elif current_platform.is_cuda():
+    from vllm_santa.attention.cuda import SantaCudaBackend as SantaBackend
+else:
     raise ImportError(
-        f"--attention-backend santa runs on vLLM's CPU build only so far; this platform is {current_platform.device_name}. "
+        f"--attention-backend santa runs on NVIDIA GPUs and on vLLM's CPU build; this platform is {current_platform.device_name}. "
         "Serve this model with another backend."
     )
-
-from vllm_santa.attention.cpu import SantaCpuBackend as SantaBackend
 
 __all__ = ["SantaBackend"]

@@ -7,12 +7,14 @@ so that is where to look: after the plugin has loaded, before the engine starts.
 
 from typing import TYPE_CHECKING
 
+from vllm_santa.graphs import captures_decodes
 from vllm_santa.policy import Policy, policy_of, policy_path
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _policy: Policy | None = None
+_captures_decodes = False
 
 
 def runs_santa(vllm_config: "VllmConfig") -> bool:
@@ -27,19 +29,25 @@ def front_policy() -> Policy | None:
     return _policy
 
 
+def front_captures_decodes() -> bool:
+    """Whether that engine replays decode steps from CUDA graphs."""
+    return _captures_decodes
+
+
 def observe_config(vllm_config: "VllmConfig") -> None:
     """Keep the policy of an engine that runs SANTA; other engines change nothing.
 
     Raises:
         PolicyError: the policy cannot be used; raised where the configuration is made, it stops the server before the engine starts.
     """
-    global _policy
+    global _policy, _captures_decodes
     if not runs_santa(vllm_config):
         return
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.santa")
     _policy = policy_of(vllm_config)
+    _captures_decodes = captures_decodes(vllm_config, _policy)
     logger.info("SANTA policy: %s", policy_path(vllm_config) or "the built-in default")
     for warning in _policy.warnings():
         logger.warning("SANTA policy: %s", warning)

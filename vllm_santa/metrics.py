@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from vllm_santa.methods import METHOD_NAMES, Method
 from vllm_santa.policy import REASONS
-from vllm_santa.rows import NO_CODEBOOK, DecodingToken
+from vllm_santa.rows import STEP_REASONS, DecodingToken
 
 try:
     from vllm.v1.metrics.loggers import StatLoggerBase
@@ -28,7 +28,7 @@ except ImportError:  # without vLLM the counters can still be tested
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ROW_REASONS = (*REASONS, NO_CODEBOOK.reason)
+ROW_REASONS = (*REASONS, *STEP_REASONS)
 _PER_METHOD = {
     "santa_context_tokens": "Context tokens of decoding rows, which dense attention reads all of.",
     "santa_key_rows_read": (
@@ -37,7 +37,10 @@ _PER_METHOD = {
     ),
     "santa_value_rows_read": "Rows of V that decoding rows read, mean over layers and KV heads.",
 }
-_SINGLE = {"santa_ignored_parameters": "Request parameters that reached a worker and could not be read."}
+_SINGLE = {
+    "santa_ignored_parameters": "Request parameters that reached a worker and could not be read.",
+    "santa_reference_rows": "Sparse rows that the torch reference decoded; the others were decoded by CUDA kernels.",
+}
 
 # (metric, method, reason) of every slot of the file, in order; empty where it has none.
 _SLOTS = [("santa_rows", method, reason) for method in METHOD_NAMES for reason in ROW_REASONS]
@@ -81,6 +84,9 @@ class Counters:
         """Add rows read; a layer adds its share of the mean over layers."""
         self.values[_INDEX["santa_key_rows_read", method.name, ""]] += key_rows
         self.values[_INDEX["santa_value_rows_read", method.name, ""]] += value_rows
+
+    def count_reference_rows(self, count: int) -> None:
+        self.values[_INDEX["santa_reference_rows", "", ""]] += count
 
     def set_ignored(self, count: int) -> None:
         self.values[_INDEX["santa_ignored_parameters", "", ""]] = count

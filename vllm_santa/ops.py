@@ -1,7 +1,5 @@
-"""The two operations of a sparse layer: encode new keys, decode sparse rows. They pick the CUDA kernel or the reference.
-
-The reference runs wherever no kernel does; both compute the numbers of docs/estimators.md.
-"""
+"""The operations of a sparse layer by the torch reference: encode new keys, decode sparse rows. On CUDA, kernels do the same
+(attention/kernels.py); both compute the numbers of docs/estimators.md."""
 
 from collections.abc import Iterable, Iterator
 
@@ -12,11 +10,6 @@ from vllm_santa.reference import pq
 from vllm_santa.reference.decode import LayerContext, decode_row
 from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.rows import SparseToken
-
-
-def implementation() -> str:
-    """What decodes sparse rows on this platform, in words."""
-    return "the torch reference"
 
 
 def encode(key: Tensor, codes: Tensor, slots: Tensor, codebook: Codebook) -> None:

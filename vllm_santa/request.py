@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from vllm_santa.front import front_policy, runs_santa
+from vllm_santa.front import front_captures_decodes, front_policy, runs_santa
 from vllm_santa.policy import Policy, policy_of
 from vllm_santa.policy.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
 
@@ -81,7 +81,12 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         policy = front_policy()
         if policy is None:
             raise ValueError(f"{', '.join(key for key in extra_args if has_santa({key: 0}))}: {_NOT_SANTA}; allowed: no santa_* parameters")
-        parse(extra_args, policy.requests)
+        params = parse(extra_args, policy.requests)
+        if params.bernoulli is not None and front_captures_decodes():
+            raise ValueError(
+                f"santa_bernoulli: {extra_args['santa_bernoulli']!r} is refused; allowed: nothing, this server decodes from CUDA graphs, "
+                "and no kernel computes Bernoulli queries (start it with --enforce-eager or -cc.cudagraph_mode=PIECEWISE to allow them)"
+            )
 
     def rows_of(self, common: "CommonAttentionMetadata") -> list[RowRequest | None]:
         """What each of the `num_reqs` rows of a step asked for; None for padded rows."""

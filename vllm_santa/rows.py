@@ -28,6 +28,11 @@ class SparseToken(NamedTuple):
     seed: int
     bernoulli: BernoulliSettings | None = None
 
+    @property
+    def by_kernel(self) -> bool:
+        """Whether CUDA kernels can decode it; what they cannot, the reference decodes."""
+        return self.bernoulli is None
+
 
 class DecodingToken(NamedTuple):
     """A token of an answer: its index in the flat batch, the tokens it attends to, and what was decided for it."""
@@ -60,11 +65,16 @@ def plan_step(common: "CommonAttentionMetadata", runtime: "Runtime") -> StepPlan
             first = _first_decoding(tokens, contexts[row], prefilling[row], request.prompt_len, runtime.speculates)
             spans.append((row, starts[row], tokens, contexts[row], first, request))
     batch = sum(first < tokens for _, _, tokens, _, first, _ in spans)
+    longest = runtime.longest_sparse_row(common.num_reqs)
     plan = StepPlan(starts, [], [])
     for row, start, tokens, context, first, request in spans:
         for i in range(first, tokens):
             seen = context - tokens + i + 1
             decision = _decide(runtime, request, seen, batch)
+            if seen > longest and decision.method is not Method.dense:
+                decision = NO_WORKSPACE
+            if decision.bernoulli is not None and runtime.captures_decodes:
+                decision = NO_KERNEL
             plan.decoding.append(DecodingToken(start + i, seen, decision))
             if decision.method is not Method.dense:
                 plan.sparse.append(SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed, decision.bernoulli))
@@ -93,3 +103,10 @@ def _decide(runtime: "Runtime", request: "RowRequest", context: int, batch: int)
 
 
 NO_CODEBOOK = Decision(Method.dense, 0, "no_codebook")
+NO_WORKSPACE = Decision(Method.dense, 0, "workspace")
+NO_KERNEL = Decision(Method.dense, 0, "no_kernel")
+STEP_REASONS = {
+    NO_CODEBOOK.reason: "the method scores keys by their codes, and there are no codebooks yet",
+    NO_WORKSPACE.reason: "the row is longer than its part of the kernels' buffers (`workspace_tokens`)",
+    NO_KERNEL.reason: "no kernel computes what the row wants, and CUDA graphs hold nothing but kernels",
+}

@@ -2,16 +2,21 @@
 
 import random
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
-from vllm_santa import ops
 from vllm_santa.codebook_store import CodebookStore
+from vllm_santa.graphs import captures_decodes
+from vllm_santa.limits import limits_of
 from vllm_santa.methods import Method
 from vllm_santa.metrics import Counters
 from vllm_santa.policy import policy_of, policy_path, served_model
 from vllm_santa.policy.parameters import RequestParams, unsigned
+from vllm_santa.reads import expected_rows
 from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.request import RowRequest, processor_for
 
@@ -21,7 +26,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    from vllm_santa.rows import StepPlan
+    from vllm_santa.attention.kernels import Kernels
+    from vllm_santa.jit import Shape
+    from vllm_santa.rows import SparseToken, StepPlan
 
 
 class Runtime:
@@ -37,7 +44,22 @@ class Runtime:
         self.codebooks = CodebookStore(self.policy, vllm_config)
         self.layers: set[int] = set()
         """Attention layers of this worker."""
-        logger.info("SANTA backend: policy %s, decode by %s.", policy_path(vllm_config) or "built in", ops.implementation())
+        self.sparse_layers: set[int] = set()
+        """Those of them that may read sparsely."""
+        self._kernels: dict[tuple[Shape, int], Kernels] = {}
+        decoder = "CUDA kernels" if current_platform.is_cuda() else "the torch reference"
+        logger.info("SANTA backend: policy %s, sparse rows are decoded by %s.", policy_path(vllm_config) or "built in", decoder)
+
+    @cached_property
+    def _group(self) -> int:
+        """Query heads per KV head."""
+        model, parallel = self.vllm_config.model_config, self.vllm_config.parallel_config
+        return model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+
+    @property
+    def captures_decodes(self) -> bool:
+        """Whether decode batches are replayed from CUDA graphs, attention included."""
+        return captures_decodes(self.vllm_config, self.policy)
 
     @cached_property
     def counters(self) -> Counters:
@@ -50,17 +72,45 @@ class Runtime:
         self.layers.add(layer)
         sparse = not windowed and layer not in self.dense_layers
         if sparse:
+            self.sparse_layers.add(layer)
+        if sparse and self.policy.needs_codes:
             self.codebooks.expect(layer)
         return sparse
+
+    def kernels(self, shape: "Shape", kv_heads: int) -> "Kernels":
+        """The CUDA kernels of all layers of a head shape; compiled and set up on first use, on the current device."""
+        from vllm_santa.attention.kernels import Kernels
+
+        if (shape, kv_heads) not in self._kernels:
+            device = torch.device("cuda", torch.cuda.current_device())
+            limits, methods = limits_of(self.vllm_config, self.policy), self.policy.possible_methods()
+            self._kernels[shape, kv_heads] = Kernels(shape, kv_heads, limits, methods, self.settings, device)
+        return self._kernels[shape, kv_heads]
+
+    def longest_sparse_row(self, rows: int) -> float:
+        """Tokens that a sparse row of a batch of `rows` can have: what the kernels' buffers hold; without kernels there is no bound."""
+        return min((kernels.limits.row_context(rows) for kernels in self._kernels.values()), default=inf)
 
     def begin_step(self, plan: "StepPlan") -> None:
         """Count a step's rows, and let codebooks train; once a step, whatever the number of layers."""
         self.codebooks.begin_step()
         self.counters.count_decoding(plan.decoding)
+        by_kernel = [token for token in plan.sparse if self._kernels and token.by_kernel]
+        self.counters.count_reference_rows(len(plan.sparse) - len(by_kernel))
+        self._count_kernel_reads(by_kernel)
         self.counters.set_codebooks_ready(self.codebooks.ready)
         processor = processor_for(self.vllm_config)
         if processor is not None:
             self.counters.set_ignored(processor.ignored)
+
+    def _count_kernel_reads(self, tokens: "list[SparseToken]") -> None:
+        """Count what the kernels read by what was asked of them; counting on the device would cost time."""
+        share = len(self.sparse_layers) / len(self.layers)
+        windows = self.settings.sink + self.settings.local
+        for token in tokens:
+            keys, values = expected_rows(token.method, token.budget, token.context, self._group, windows)
+            dense = (1 - share) * token.context
+            self.counters.count_read(token.method, share * keys + dense, share * values + dense)
 
     def count_layer_read(self, method: Method, key_rows: float, value_rows: float) -> None:
         """Count what one layer read for one token; the counters hold the mean over layers."""

@@ -17,10 +17,11 @@ from vllm_santa.attention.cpu import SantaCpuImpl, SantaCpuMetadata  # noqa: E40
 from vllm_santa.attention.layer import SparseStep  # noqa: E402
 from vllm_santa.codebook import Codebook  # noqa: E402
 from vllm_santa.methods import BernoulliSettings, Method  # noqa: E402
+from vllm_santa.policy import Decision  # noqa: E402
 from vllm_santa.reference import pq  # noqa: E402
 from vllm_santa.reference.decode import decode_row  # noqa: E402
 from vllm_santa.reference.dense import dense_attention  # noqa: E402
-from vllm_santa.rows import SparseToken  # noqa: E402
+from vllm_santa.rows import DecodingToken, SparseToken, StepPlan  # noqa: E402
 from vllm_santa.runtime import Runtime  # noqa: E402
 
 H, G, D, M, N, BLOCKS = 2, 2, 64, 16, 16, 64
@@ -104,9 +105,8 @@ class Layer:
         table = torch.zeros(len(rows), max(len(row.blocks) for row in rows), dtype=torch.int32)
         for i, row in enumerate(rows):
             table[i, : len(row.blocks)] = torch.tensor(row.blocks)
-        asked = {token.token for token in sparse}
-        prompt = torch.tensor([token for token in range(starts[-1]) if token not in asked], dtype=torch.int64)
-        metadata = SantaCpuMetadata(starts, [len(row.key) for row in rows], SparseStep(table, sparse, prompt))
+        decoding = [DecodingToken(token.token, token.context, Decision(token.method, token.budget, "request")) for token in sparse]
+        metadata = SantaCpuMetadata(starts, [len(row.key) for row in rows], SparseStep(table, StepPlan(starts, decoding, sparse)))
         output = torch.full_like(query, torch.nan)
         key, value = (torch.cat([getattr(row, name)[-row.tokens :] for row in rows]) for name in ("key", "value"))
         return self.impl.forward(None, query, key, value, self.cache, metadata, output)

@@ -34,7 +34,20 @@ pytestmark = [
 def compile_source(source: Path, shape: Shape, output: Path) -> None:
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
     includes = [f"-I{folder}" for folder in include_folders()]
-    command = [find_nvcc(), "-std=c++17", "-O1", "--threads=3", "-rdc=true", "-c", *targets, *includes, *shape.defines, str(source), "-o", str(output)]
+    command = [
+        find_nvcc(),
+        "-std=c++17",
+        "-O1",
+        "--threads=3",
+        "-rdc=true",
+        "-c",
+        *targets,
+        *includes,
+        *shape.defines,
+        str(source),
+        "-o",
+        str(output),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-4000:]
 

@@ -11,11 +11,11 @@ pytest.importorskip("vllm")
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
 from vllm_santa.methods import BernoulliSettings, Method  # noqa: E402
-from vllm_santa.policy import Policy  # noqa: E402
+from vllm_santa.policy import Decision, Policy  # noqa: E402
 from vllm_santa.policy.budget import Budget  # noqa: E402
 from vllm_santa.policy.parameters import RequestParams  # noqa: E402
 from vllm_santa.request import RowRequest, SantaParams  # noqa: E402
-from vllm_santa.rows import NO_CODEBOOK, SparseToken, plan_step  # noqa: E402
+from vllm_santa.rows import NO_CODEBOOK, NO_KERNEL, NO_WORKSPACE, SparseToken, plan_step  # noqa: E402
 
 
 def asks(method: str | None = "topk", budget: int = 64, seed: int = 1, prompt_len: int | None = 1000) -> RowRequest:
@@ -34,10 +34,17 @@ def step(lengths: list[int], contexts: list[int], prefilling: list[bool] | None 
     )  # fmt: skip
 
 
-def runtime(requests: list[RowRequest | None], policy: Policy | None = None, ready: bool = True, speculates: bool = False) -> Any:
+def runtime(
+    requests: list[RowRequest | None],
+    policy: Policy | None = None,
+    ready: bool = True,
+    speculates: bool = False,
+    longest: float = float("inf"),
+    captures: bool = False,
+) -> Any:
     return SimpleNamespace(
         policy=policy or Policy(sink=16, local=16), model_name="tiny", speculates=speculates, codebooks=SimpleNamespace(ready=ready),
-        requests_of=lambda common: requests,
+        requests_of=lambda common: requests, longest_sparse_row=lambda rows: longest, captures_decodes=captures,
     )  # fmt: skip
 
 
@@ -120,3 +127,17 @@ def test_requests_are_found_by_row_or_by_slot(slots: np.ndarray | None) -> None:
     params._rows = {0: asks(seed=10), 1: asks(seed=11), 2: asks(seed=12)}
     seeds = [request and request.seed for request in params.rows_of(step([1, 1], [1200, 1200], req_idx=slots))]
     assert seeds == ([10, 11] if slots is None else [12, 10])
+
+
+def test_rows_beyond_the_kernels_buffers_are_dense() -> None:
+    plan = plan_step(step([1, 1], [1200, 1001]), runtime([asks(), asks()], longest=1100))
+    assert [token.decision for token in plan.decoding] == [NO_WORKSPACE, Decision(Method.topk, 64, "request")]
+    assert [token.token for token in plan.sparse] == [1]
+
+
+def test_bernoulli_queries_are_dense_where_decodes_are_captured() -> None:
+    """The door refuses them; what comes in another way must not claim to be sparse."""
+    request = RowRequest(RequestParams(Method.pps, Budget(64), bernoulli=BernoulliSettings(8)), 1, 1000)
+    assert not plan_step(step([1], [1200]), runtime([request])).sparse[0].by_kernel
+    plan = plan_step(step([1], [1200]), runtime([request], captures=True))
+    assert plan.sparse == [] and plan.decoding[0].decision == NO_KERNEL

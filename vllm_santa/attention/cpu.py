@@ -73,7 +73,7 @@ class SantaCpuMetadataBuilder(AttentionMetadataBuilder[SantaCpuMetadata]):
         plan = plan_step(common, self.runtime)
         if self.begins_step:
             self.runtime.begin_step(plan)
-        return SantaCpuMetadata(plan.starts, common.seq_lens.tolist(), SparseStep.of(common, plan))
+        return SantaCpuMetadata(plan.starts, common.seq_lens.tolist(), SparseStep(common.block_table_tensor, plan))
 
 
 class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):
@@ -127,12 +127,12 @@ class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):
         kv, codes = self.santa.views(kv_cache)
         self.santa.train(query, key, value, kv, codes, attn_metadata.step)
         self._attend_densely(query, kv, attn_metadata, output)
-        self.santa.decode(query, kv, codes, attn_metadata.step, output)
+        self.santa.decode(query, kv, codes, attn_metadata.step.block_table, attn_metadata.step.plan.sparse, output)
         return output
 
     def _attend_densely(self, query: Tensor, kv: Tensor, metadata: SantaCpuMetadata, output: Tensor) -> None:
         """Every row but those that the layer will decode sparsely as a whole."""
-        sparse = {token.token for token in metadata.step.tokens} if self.santa.sparse else set()
+        sparse = {token.token for token in metadata.step.plan.sparse} if self.santa.sparse else set()
         for row, context in enumerate(metadata.contexts):
             start, end = metadata.starts[row], metadata.starts[row + 1]
             if sparse.issuperset(range(start, end)):

@@ -1,15 +1,18 @@
 """What one attention layer does beside dense attention, on any platform: keep the codes, train the codebook, decode sparse tokens."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionType
 
 from vllm_santa import ops
+from vllm_santa.codebook import Codebook
 from vllm_santa.codebook_store import first_kv_head
 from vllm_santa.page import page_views
 from vllm_santa.reference.decode import LayerContext
@@ -36,19 +39,18 @@ def refuse_unsupported(attn_type: str, **features: object) -> None:
 class SparseStep:
     """One step's sparse work, as every layer reads it.
 
-    block_table: int32 [rows, blocks]. tokens: the tokens that read sparsely. prompt_tokens: int64, indices in the flat batch of the
-    tokens that belong to prompts, which train codebooks.
+    block_table: int32 [rows, blocks]. plan: what its tokens get.
     """
 
     block_table: Tensor
-    tokens: list[SparseToken]
-    prompt_tokens: Tensor
+    plan: StepPlan
 
-    @classmethod
-    def of(cls, common: CommonAttentionMetadata, plan: StepPlan) -> "SparseStep":
-        prompt = torch.ones(plan.starts[-1], dtype=torch.bool)
-        prompt[[token.token for token in plan.decoding]] = False
-        return cls(common.block_table_tensor, plan.sparse, prompt.nonzero().squeeze(1))
+    @cached_property
+    def prompt_tokens(self) -> Tensor:
+        """int64, on the host: indices in the flat batch of the tokens that belong to prompts, which train codebooks."""
+        prompt = torch.ones(self.plan.starts[-1], dtype=torch.bool)
+        prompt[[token.token for token in self.plan.decoding]] = False
+        return prompt.nonzero().squeeze(1)
 
 
 def attach_layers(vllm_config: VllmConfig, layer_names: list[str]) -> bool:
@@ -69,12 +71,13 @@ class SparseLayer:
         self.runtime: Runtime = runtime_for(vllm_config)
         kv_head = first_kv_head(vllm_config.model_config.get_total_num_kv_heads())
         self.context = LayerContext(-1, scale, soft_cap or 0.0, get_tensor_model_parallel_rank() * num_heads, kv_head)
-        self.sparse = False
+        self.sparse = self.coded = False
         self.uncoded: Tensor | None = None  # bool [blocks], written before there was a codebook
 
     def attach(self, layer: int) -> None:
         """Learn the layer's index in the model, which vLLM tells no earlier."""
         self.sparse = self.runtime.add_layer(layer, windowed=self.window is not None)
+        self.coded = self.sparse and self.runtime.policy.needs_codes
         self.context = replace(self.context, layer=layer, codebook=self.runtime.codebooks.get(layer))
 
     def views(self, cache: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,7 +88,7 @@ class SparseLayer:
         """Write the codes of new keys, or note their blocks while there is no codebook. key: [T, H, D]. slots: int64 [T], none negative."""
         if self.context.codebook is not None:
             ops.encode(key, codes, slots, self.context.codebook)
-        elif self.sparse:
+        elif self.coded:
             if self.uncoded is None:
                 self.uncoded = torch.zeros(codes.shape[0], dtype=torch.bool, device=codes.device)
             self.uncoded[slots // codes.shape[2]] = True
@@ -95,27 +98,35 @@ class SparseLayer:
 
         query: [T, Hq, D]. key, value: [T, H, D].
         """
-        if not self.sparse or self.context.codebook is not None:
-            return
-        if len(step.prompt_tokens) > 0:
+        self.observe(query, key, value, step)
+        codebook = self.train_codebook()
+        if codebook is not None and self.uncoded is not None:
+            ops.encode_blocks(kv, codes, self.uncoded.nonzero().squeeze(1), codebook)
+            self.uncoded = None
+
+    def observe(self, query: Tensor, key: Tensor, value: Tensor, step: SparseStep) -> None:
+        """While the layer has no codebook, collect the step's prompt tokens for its training. Shapes as in `train`."""
+        if self.coded and self.context.codebook is None and len(step.prompt_tokens) > 0:
             tokens = step.prompt_tokens.to(key.device)
             queries = query[tokens].unflatten(1, (self.num_kv_heads, -1))
             self.runtime.codebooks.observe(self.context.layer, key[tokens], queries, value[tokens])
-        codebook = self.runtime.codebooks.train(self.context.layer)
-        if codebook is None:
-            return
-        self.context = replace(self.context, codebook=codebook)
-        if self.uncoded is not None:
-            ops.encode_blocks(kv, codes, self.uncoded.nonzero().squeeze(1), codebook)
-        self.uncoded = None
 
-    def decode(self, query: Tensor, kv: Tensor, codes: Tensor, step: SparseStep, output: Tensor) -> None:
-        """Write the sparse tokens' rows of the output, and count what they read. query, output: [T, Hq, D]."""
+    def train_codebook(self) -> Codebook | None:
+        """Train and keep the layer's codebook, if its samples are complete. Returns it in the step in which it appears, else None."""
+        if not self.coded or self.context.codebook is not None:
+            return None
+        codebook = self.runtime.codebooks.train(self.context.layer)
+        if codebook is not None:
+            self.context = replace(self.context, codebook=codebook)
+        return codebook
+
+    def decode(self, query: Tensor, kv: Tensor, codes: Tensor, block_table: Tensor, tokens: Iterable[SparseToken], output: Tensor) -> None:
+        """Write the rows of the output of sparse tokens by the reference, and count what they read. query, output: [T, Hq, D]."""
         if not self.sparse:
-            for token in step.tokens:
+            for token in tokens:
                 rows = min(token.context, self.window or token.context)
                 self.runtime.count_layer_read(token.method, rows, rows)
             return
-        reads = ops.decode(query, kv, codes, step.block_table, step.tokens, self.context, self.runtime.settings, output)
+        reads = ops.decode(query, kv, codes, block_table, tokens, self.context, self.runtime.settings, output)
         for token, key_rows, value_rows in reads:
             self.runtime.count_layer_read(token.method, key_rows, value_rows)

@@ -262,6 +262,15 @@ class Policy(_Part):
         4096, "an integer from 256 to 1048576", "Tokens that the server collects to train codebooks.", ge=256, le=2**20
     )
 
+    workspace_tokens: int = setting(
+        2**22,
+        "an integer from 65536 to 2^31 - 1",
+        "Context tokens that the CUDA kernels' buffers hold, shared by the rows of a step: with R rows, rounded up to a power of two, a "
+        "row of more than workspace_tokens / R tokens is dense.",
+        ge=2**16,
+        lt=2**31,
+    )
+
     @field_validator("default_method")
     @classmethod
     def _default_is_sparse(cls, method: Method) -> Method:
@@ -277,6 +286,23 @@ class Policy(_Part):
     def decide(self, row: RowContext, request: RequestParams | None = None) -> Decision:
         """Method and budget of one decode row, and why."""
         return self.decider(row, request)
+
+    def possible_methods(self) -> frozenset[Method]:
+        """Every method that a row can get, dense included: what a server must be able to run."""
+        methods = {Method.dense, *(rule.method for rule in self.rules)}
+        if self.requests.allow:
+            methods |= {self.default_method, *self.requests.methods}
+        return frozenset(methods)
+
+    @property
+    def needs_reference(self) -> bool:
+        """True if a rule wants what no kernel computes."""
+        return any(rule.bernoulli is not None for rule in self.rules)
+
+    @property
+    def needs_codes(self) -> bool:
+        """True if some row can get a method that scores keys by their PQ codes."""
+        return any(method.needs_codes for method in self.possible_methods())
 
     def warnings(self) -> list[str]:
         """What the policy may say but hardly means, a sentence each."""

@@ -1,0 +1,62 @@
+"""SparseLayer where CUDA kernels write the cache and decode."""
+
+import torch
+from torch import Tensor
+
+from vllm_santa.attention.kernels import Batch
+from vllm_santa.attention.layer import SparseLayer
+from vllm_santa.codebook import Codebook
+from vllm_santa.jit import Shape
+from vllm_santa.kernel_ops import Layer, Rows
+from vllm_santa.methods import Method
+from vllm_santa.ssa_ops import CodebookBuffers, encode_blocks, write_cache
+
+
+class KernelLayer(SparseLayer):
+    """Everything that a captured graph reads is allocated here, while vLLM loads the model, and stays where it is."""
+
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int, scale: float, soft_cap: float | None, window: int | None):
+        super().__init__(num_heads, num_kv_heads, head_dim, scale, soft_cap, window)
+        dtype = self.runtime.vllm_config.model_config.dtype
+        self.kernels = self.runtime.kernels(Shape(head_dim, num_heads // num_kv_heads, dtype), num_kv_heads)
+        policy = self.runtime.policy
+        self.codebook = CodebookBuffers(num_kv_heads, head_dim, policy.subspaces, torch.device("cuda"))
+        self._cache: Tensor | None = None
+        self._planes: tuple[Tensor, Tensor] | None = None
+
+    def attach(self, layer: int) -> None:
+        super().attach(layer)
+        self.launch_layer = Layer(layer, self.context.scale, self.context.soft_cap, self.context.first_kv_head)
+        if self.context.codebook is not None:
+            self.codebook.load(self.context.codebook)
+
+    def views(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """As SparseLayer.views; made once, because a layer's cache stays where it is."""
+        if self._planes is None or self._cache is not cache:
+            self._cache, self._planes = cache, super().views(cache)
+        return self._planes
+
+    def write(self, key: Tensor, value: Tensor, kv: Tensor, codes: Tensor, slots: Tensor) -> None:
+        """New keys, values and their codes, in one launch. key, value: [>= T, H, D]. slots: int64 [T], -1 = padding."""
+        count = slots.shape[0]
+        write_cache(key[:count], value[:count], kv, codes, slots, self.codebook)
+
+    def train_codebook(self) -> Codebook | None:
+        """As SparseLayer.train_codebook; a codebook that appears is loaded, and all the cache holds is encoded, before the step's first
+        launch."""
+        codebook = super().train_codebook()
+        if codebook is not None and self._planes is not None:
+            self.codebook.load(codebook)
+            encode_blocks(*self._planes, None, self.codebook)
+        return codebook
+
+    def launch(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, methods: frozenset[Method], output: Tensor) -> None:
+        """Decode the rows of these methods. query, output: [R, Hq, D]."""
+        self.kernels.launch(self._batch(query, kv, codes, rows, output), methods)
+
+    def capture(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, flags: Tensor, output: Tensor) -> None:
+        """Put the decoding of whatever methods the rows will have into the graph that is being captured."""
+        self.kernels.capture(self._batch(query, kv, codes, rows, output), flags)
+
+    def _batch(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, output: Tensor) -> Batch:
+        return Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output)

@@ -1,0 +1,137 @@
+"""The CUDA kernels that decode a batch's sparse rows, by families of methods that share launches."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.logger import init_logger
+
+from vllm_santa.attention.workspaces import Arena
+from vllm_santa.conditional import Conditions, conditional_module
+from vllm_santa.jit import Shape
+from vllm_santa.kernel_ops import VALUE_METHODS, Layer, PpsWorkspace, Rows, ValuesWorkspace, pps, sample_values
+from vllm_santa.limits import Limits
+from vllm_santa.methods import Method
+from vllm_santa.reference.ssa import SelectionSettings
+from vllm_santa.ssa_ops import SSA_METHODS, CodebookBuffers, SsaWorkspace, ssa
+
+logger = init_logger("vllm.santa.kernels")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One layer's view of a step. query, output: [R, Hq, D]. kv: [B, H, N, 2D]. codes: uint8 [B, H, N, M]."""
+
+    query: Tensor
+    kv: Tensor
+    codes: Tensor
+    rows: Rows
+    layer: Layer
+    codebook: CodebookBuffers
+    output: Tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """Methods whose rows are decoded by the same launches.
+
+    workspace: (rows, kv_heads, shape, max_context, max_budget, device) -> its buffers. launch: decodes the batch's rows of these methods.
+    """
+
+    methods: frozenset[Method]
+    workspace: Callable[..., Any]
+    launch: Callable[[Batch, Any, SelectionSettings], None]
+
+
+def _pps(batch: Batch, workspace: PpsWorkspace, settings: SelectionSettings) -> None:
+    pps(batch.query, batch.kv, batch.rows, batch.layer, batch.output, workspace)
+
+
+def _values(methods: frozenset[Method]) -> Callable[[Batch, ValuesWorkspace, SelectionSettings], None]:
+    def launch(batch: Batch, workspace: ValuesWorkspace, settings: SelectionSettings) -> None:
+        sample_values(batch.query, batch.kv, batch.rows, batch.layer, batch.output, workspace, methods=methods)
+
+    return launch
+
+
+def _ssa(batch: Batch, workspace: SsaWorkspace, settings: SelectionSettings) -> None:
+    ssa(batch.query, batch.kv, batch.codes, batch.rows, batch.layer, batch.codebook, settings, batch.output, workspace)
+
+
+def families_of(methods: Iterable[Method]) -> tuple[Family, ...]:
+    """The families that some of `methods` need, each cut down to those methods."""
+    possible = frozenset(methods)
+    values = possible & frozenset(VALUE_METHODS)
+    families = (
+        Family(possible & {Method.pps}, PpsWorkspace, _pps),
+        Family(values, ValuesWorkspace, _values(values)),
+        Family(possible & frozenset(SSA_METHODS), SsaWorkspace, _ssa),
+    )
+    return tuple(family for family in families if family.methods)
+
+
+class Kernels:
+    """Decodes sparse rows for layers of one head shape. Compiles and sets up on construction; allocates nothing afterwards.
+
+    Flags of a step (`flags_of`) say which families have rows: flag 0 any of them, flag 1 + i family i.
+    """
+
+    def __init__(
+        self, shape: Shape, kv_heads: int, limits: Limits, methods: Iterable[Method], settings: SelectionSettings, device: torch.device
+    ):
+        self.shape, self.limits, self.settings = shape, limits, settings
+        self.families = families_of(methods)
+        self._kv_heads = kv_heads
+        self._conditions = Conditions(2, device)
+        self._arena = Arena(device)
+        self._placed: dict[int, tuple[Any, ...]] = {}
+        if self.families:
+            conditional_module()
+        ladder = [1 << power for power in range(limits.slots(limits.rows).bit_length())]
+        for slots in ladder:
+            for buffers in self._describe(slots):
+                self._arena.reserve(buffers)
+        logger.info_once(
+            "CUDA kernels decode sparse rows (%s), with %.0f MiB of buffers for %d tokens of context a step.",
+            ", ".join(method.name for family in self.families for method in sorted(family.methods)),
+            self._arena.size / 2**20,
+            limits.tokens,
+        )  # fmt: skip
+
+    @property
+    def flags(self) -> int:
+        """Number of flags."""
+        return 1 + len(self.families)
+
+    def flags_of(self, methods: Iterable[Method]) -> list[int]:
+        """The flags that rows of these methods raise."""
+        found = frozenset(methods)
+        raised = [1 + index for index, family in enumerate(self.families) if family.methods & found]
+        return [0, *raised] if raised else []
+
+    def launch(self, batch: Batch, methods: Iterable[Method]) -> None:
+        """Decode the batch's rows of these methods, now."""
+        for index in self.flags_of(methods)[1:]:
+            self._launch(index, batch)
+
+    def capture(self, batch: Batch, flags: Tensor) -> None:
+        """Put decoding by every family into the graph that is being captured; at replay a family runs if its flag is raised.
+
+        flags: int32 [self.flags], on the device. A replay without sparse rows comes upon one flag.
+        """
+        with self._conditions.when(flags[:1]):
+            for index in range(1, self.flags):
+                with self._conditions.when(flags[index : index + 1]):
+                    self._launch(index, batch)
+
+    def _launch(self, index: int, batch: Batch) -> None:
+        slots = self.limits.slots(batch.rows.seq_lens.shape[0])
+        if slots not in self._placed:
+            self._placed[slots] = tuple(map(self._arena.place, self._describe(slots)))
+        self.families[index - 1].launch(batch, self._placed[slots][index - 1], self.settings)
+
+    def _describe(self, slots: int) -> Iterable[Any]:
+        context, budget = self.limits.row_context(slots), self.limits.row_budget(slots)
+        return [family.workspace(slots, self._kv_heads, self.shape, context, budget, "meta") for family in self.families]
