@@ -3,6 +3,7 @@
 import typer
 
 from vllm_santa import calibrate_cli
+from vllm_santa.doctor.cli import doctor
 from vllm_santa.policy import cli as policy_cli
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Companion of the vLLM attention backend SANTA.")
@@ -15,6 +16,7 @@ def _commands() -> None:
 
 app.add_typer(policy_cli.app, name="policy")
 app.command()(calibrate_cli.calibrate)
+app.command()(doctor)
 
 if __name__ == "__main__":
     app()

@@ -179,6 +179,22 @@ def load_codebooks(path: Path | str, expected: ModelShape | None = None) -> Code
     return Codebooks(layers, info)
 
 
+def load_served_codebooks(path: Path | str, expected: ModelShape, subspaces: int) -> Codebooks:
+    """Read the file that a policy names, for a model of that shape and the policy's number of subspaces.
+
+    Raises:
+        CodebookError: as load_codebooks, or for another number of subspaces.
+    """
+    loaded = load_codebooks(path, expected)
+    found = loaded.info.subspaces
+    if found != subspaces:
+        raise CodebookError(
+            f"{path}: subspaces is {found}, but the policy says {subspaces}; "
+            f"set `subspaces: {found}` in the policy, or calibrate with --subspaces {subspaces}"
+        )
+    return loaded
+
+
 def _check_contents(path: Path | str, info: CodebookInfo, layers: Mapping[int, Codebook]) -> None:
     if not layers or max(layers) >= info.num_layers:
         raise CodebookError(f"{path}: num_layers is {info.num_layers}, but the tensors are of layers {sorted(layers)}")

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
 
-from vllm_santa.codebook import Codebook, CodebookError, ModelShape, load_codebooks
+from vllm_santa.codebook import Codebook, CodebookError, ModelShape, load_served_codebooks
 from vllm_santa.rotary import Rotary, layer_rotary
 from vllm_santa.training import train_codebook
 
@@ -45,12 +45,7 @@ class CodebookStore:
         self._heads = model.get_num_kv_heads(vllm_config.parallel_config)
         if policy.codebooks is not None:
             shape = ModelShape(model.get_total_num_hidden_layers(), self._heads_total, model.get_head_size())
-            loaded = load_codebooks(policy.codebooks, shape)
-            if loaded.info.subspaces != policy.subspaces:
-                raise CodebookError(
-                    f"{policy.codebooks}: subspaces is {loaded.info.subspaces}, but the policy says {policy.subspaces}; "
-                    f"set `subspaces: {loaded.info.subspaces}` in the policy, or calibrate with --subspaces {policy.subspaces}"
-                )
+            loaded = load_served_codebooks(policy.codebooks, shape, policy.subspaces)
             sliced = loaded.slice_heads(first_kv_head(self._heads_total), self._heads)
             self._codebooks = dict(sliced.layers)
             logger.info("Codebooks read from %s, fingerprint %s.", policy.codebooks, loaded.fingerprint()[:16])
