@@ -1,0 +1,77 @@
+"""Asking a server every prompt by every configuration, from several threads, with a progress bar."""
+
+import threading
+import zlib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from benchmarks.quality.ruler.answers import AnswerFile
+from benchmarks.quality.ruler.configurations import CONFIGURATIONS, needs_codes
+from benchmarks.quality.ruler.prompts import Prompt
+from benchmarks.quality.ruler.server import Server, ServerError, check_rows
+
+
+def ask_all(
+    server: Server, prompts: Sequence[Prompt], configurations: Sequence[str], answers: AnswerFile, concurrency: int, console: Console
+) -> None:
+    """Ask what the file of answers lacks.
+
+    All configurations of a prompt follow each other, so that the server's prefix cache pays for its prefill once; `concurrency` prompts
+    are on their way at a time.
+
+    Raises:
+        ServerError: the server cannot run a configuration, or did not do what it was asked.
+        openai.OpenAIError: a request failed; the answers so far are kept.
+    """
+    todo = {prompt.key: [name for name in configurations if (name, *prompt.key) not in answers.done] for prompt in prompts}
+    open_ = [prompt for prompt in prompts if todo[prompt.key]]
+    if longest := max((prompt.length for prompt in open_ if prompt.length > server.max_model_len), default=0):
+        raise ServerError(f"{server.url}: prompts of {longest} tokens, and a server with max_model_len {server.max_model_len}")
+    asked = {name for names in todo.values() for name in names}
+    sparse = {name for name in asked if name != "dense"}
+    if sparse and not server.runs_santa():
+        raise ServerError(f"{server.url}: shows no santa metrics; {', '.join(sorted(sparse))} need --attention-backend santa")
+    if any(map(needs_codes, asked)):
+        with console.status("the server's codebooks: asking prompts until they are there"):
+            server.await_codebooks(open_)
+    # A server on another backend knows no santa parameters, and needs none for dense attention.
+    parameters = {name: CONFIGURATIONS[name] for name in asked} if server.runs_santa() else {"dense": {}}
+    before, expected, stop = server.counters(), 0, threading.Event()
+
+    def ask_prompt(prompt: Prompt) -> int:
+        tokens = 0
+        for name in todo[prompt.key]:
+            if stop.is_set():
+                break
+            seed = {"seed": seed_of(prompt)} if name in sparse else {}
+            answer = server.ask(prompt, name, parameters[name] | seed)
+            answers.add(answer)
+            progress.advance(bar)
+            tokens += max(answer.tokens - 1, 0) if name in sparse else 0
+        return tokens
+
+    with _progress(console) as progress, ThreadPoolExecutor(concurrency) as pool:
+        total = len(prompts) * len(configurations)
+        bar = progress.add_task("answers", total=total, completed=total - sum(map(len, todo.values())))
+        futures = [pool.submit(ask_prompt, prompt) for prompt in open_]
+        try:
+            for future in as_completed(futures):
+                expected += future.result()
+        finally:  # an error ends the run; what other threads still wait for is kept
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+    if sparse:
+        check_rows(before, server.counters(), expected)
+
+
+def seed_of(prompt: Prompt) -> int:
+    """One seed for all configurations of a prompt, 32 bits, the same in every run."""
+    return zlib.crc32(repr(prompt.key).encode())
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console)
