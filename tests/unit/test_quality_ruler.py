@@ -357,7 +357,7 @@ def test_rows_that_did_not_do_as_asked(file: AnswerFile) -> None:
 
 
 def test_rows_that_were_dense_for_want_of_codebooks(file: AnswerFile) -> None:
-    with pytest.raises(ServerError, match="36 rows were dense for want of codebooks"):
+    with pytest.raises(ServerError, match=r"36 rows were dense \(no_codebook\): their answers"):
         ask(FakeServer(codebooks=False), file)
 
 

@@ -126,7 +126,7 @@ class RequestLimits(_Part):
     bernoulli: bool = setting(
         True,
         "true or false",
-        "Whether requests may choose Bernoulli queries. No kernel computes them: on a GPU such rows decode by the reference, and slowly.",
+        "Whether requests may choose Bernoulli queries. No kernel computes them: a GPU server decodes such rows by the reference, slowly.",
     )
     over_limit: Literal["refuse", "clamp"] = setting(
         "refuse", "refuse or clamp", "Whether a budget outside the limits is refused with HTTP 400, or moved to the nearest limit."
@@ -163,8 +163,8 @@ class RequestLimits(_Part):
 
 
 class Bernoulli(_Part):
-    """Keys are scored by random queries that read only some features of K (SANTA §5). No kernel computes them: on a GPU such rows decode
-    by the reference, and slowly. For methods that score every key: santa, strat, sys, prop, flash, pps."""
+    """Keys are scored by random queries that read only some features of K (SANTA §5). No kernel computes them: a GPU server decodes
+    such rows by the reference, slowly. For methods that score every key: santa, strat, sys, prop, flash, pps."""
 
     samples: int = setting(
         ..., f"an integer from 1 to {MAX_BERNOULLI_SAMPLES}", "B, draws per feature; the more, the closer.", ge=1, le=MAX_BERNOULLI_SAMPLES

@@ -10,8 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.quality.ruler.answers import Answer
 from benchmarks.quality.ruler.prompts import Prompt
+from vllm_santa.metrics import ROW_REASONS
+from vllm_santa.policy import REASONS
 
-SEED_BITS = 32
+FALLBACKS = tuple(reason for reason in ROW_REASONS if reason not in REASONS)
+"""Reasons of rows that are dense against the wish of policy and request."""
 
 
 class ServerError(RuntimeError):
@@ -82,13 +85,14 @@ def check_rows(before: dict[tuple[str, str, str], float], after: dict[tuple[str,
     """Check that the server decoded sparsely what it was asked to.
 
     expected: tokens of answers to sparse requests, without the first of each, which comes from the prompt.
-    Raises ServerError if fewer rows did what their request asked, or if rows went dense for want of codebooks.
+    Raises ServerError if fewer rows did what their request asked, or if rows were dense because the server could do no better.
     """
 
     def gained(*reasons: str) -> float:
         return sum(value - before.get(key, 0.0) for key, value in after.items() if key[0] == "santa_rows_total" and key[2] in reasons)
 
-    if missing := gained("no_codebook"):
-        raise ServerError(f"{missing:.0f} rows were dense for want of codebooks: their answers are not those of their configuration")
+    for reason in FALLBACKS:
+        if missing := gained(reason):
+            raise ServerError(f"{missing:.0f} rows were dense ({reason}): their answers are not those of their configuration")
     if (sparse := gained("request", "budget_covers_context")) < expected:
         raise ServerError(f"{sparse:.0f} rows followed their request, of {expected} that should have: is it the server's policy?")
