@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.policy import Policy, policy_of, policy_path
+from vllm_santa.refusals import refuse_configuration
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,7 +39,8 @@ def observe_config(vllm_config: "VllmConfig") -> None:
     """Keep the policy of an engine that runs SANTA; other engines change nothing.
 
     Raises:
-        PolicyError: the policy cannot be used; raised where the configuration is made, it stops the server before the engine starts.
+        PolicyError: the policy cannot be used. ValueError: another option does not go with SANTA. Raised where the configuration is made,
+            they stop the server before the engine starts.
     """
     global _policy, _captures_decodes
     if not runs_santa(vllm_config):
@@ -46,6 +48,7 @@ def observe_config(vllm_config: "VllmConfig") -> None:
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.santa")
+    refuse_configuration(vllm_config)
     _policy = policy_of(vllm_config)
     _captures_decodes = captures_decodes(vllm_config, _policy)
     logger.info("SANTA policy: %s", policy_path(vllm_config) or "the built-in default")

@@ -14,4 +14,6 @@ def captures_decodes(vllm_config: "VllmConfig", policy: "Policy") -> bool:
     from vllm.platforms import current_platform
 
     mode = vllm_config.compilation_config.cudagraph_mode
-    return current_platform.is_cuda() and mode is not None and mode.decode_mode() == CUDAGraphMode.FULL and not policy.needs_reference
+    if mode is None or mode.decode_mode() != CUDAGraphMode.FULL or policy.needs_reference:
+        return False
+    return current_platform.is_cuda()

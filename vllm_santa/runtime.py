@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_santa.codebook_store import CodebookStore
+from vllm_santa.graph_variants import GraphVariants
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.limits import limits_of
 from vllm_santa.methods import Method
@@ -86,6 +87,14 @@ class Runtime:
             limits, methods = limits_of(self.vllm_config, self.policy), self.policy.possible_methods()
             self._kernels[shape, kv_heads] = Kernels(shape, kv_heads, limits, methods, self.settings, device)
         return self._kernels[shape, kv_heads]
+
+    @cached_property
+    def graph_variants(self) -> GraphVariants:
+        """Of the decode graphs: none of the kernels, those of the policy's rules, all. Asked for once the kernels are there."""
+        kernels = next(iter(self._kernels.values()))
+        rules = kernels.families(rule.method for rule in self.policy.rules)
+        every = kernels.families(self.policy.possible_methods())
+        return GraphVariants(self.vllm_config, sorted({frozenset(), rules, every}, key=len))
 
     def longest_sparse_row(self, rows: int) -> float:
         """Tokens that a sparse row of a batch of `rows` can have: what the kernels' buffers hold; without kernels there is no bound."""

@@ -180,7 +180,11 @@ def test_any_parameters_are_read_or_refused_by_name(extra_args):
 def config(instance_id="engine", backend="SANTA", additional=None, **kinds):
     per_kind = {kind: SimpleNamespace(name=name) for kind, name in kinds.items()}
     attention = SimpleNamespace(backend=backend and SimpleNamespace(name=backend), backend_per_kind=per_kind)
-    return SimpleNamespace(instance_id=instance_id, attention_config=attention, additional_config=additional or {})
+    parallel = SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    return SimpleNamespace(
+        instance_id=instance_id, attention_config=attention, additional_config=additional or {}, parallel_config=parallel,
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=False), compilation_config=SimpleNamespace(cudagraph_mode=None),
+    )  # fmt: skip
 
 
 def sampling(seed=None, **extra_args):

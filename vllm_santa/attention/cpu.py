@@ -19,10 +19,11 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 
-from vllm_santa.attention.layer import SparseLayer, SparseStep, attach_layers, refuse_unsupported
+from vllm_santa.attention.layer import SparseLayer, SparseStep, attach_layers
 from vllm_santa.attention.traits import SantaTraits
 from vllm_santa.reference.dense import dense_attention
 from vllm_santa.reference.paged import gather_context
+from vllm_santa.refusals import refuse_layer
 from vllm_santa.rows import plan_step
 from vllm_santa.runtime import runtime_for
 
@@ -93,7 +94,7 @@ class SantaCpuImpl(AttentionImpl[SantaCpuMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ):
-        refuse_unsupported(attn_type, ALiBi=alibi_slopes, sinks=sinks, KV_sharing_between_layers=kv_sharing_target_layer_name)
+        refuse_layer(attn_type, ALiBi=alibi_slopes, sinks=sinks, KV_sharing_between_layers=kv_sharing_target_layer_name)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype = kv_cache_dtype

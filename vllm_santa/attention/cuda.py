@@ -1,7 +1,7 @@
 """SANTA on CUDA: FlashInfer, by vLLM's own classes, for everything dense; our kernels for the sparse rows beside it.
 
-To FlashInfer a sparse row is one token long; our kernels then write its output. In captured graphs both are there, and ours run only in
-replays that have sparse rows.
+To FlashInfer a sparse row is one token long; our kernels then write its output. Graphs of decode batches come in variants, with and without
+our kernels (graph_variants.py).
 """
 
 from dataclasses import dataclass, fields
@@ -16,8 +16,9 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_santa.attention.cuda_step import CudaStep, StepRows
 from vllm_santa.attention.kernel_layer import KernelLayer
-from vllm_santa.attention.layer import attach_layers, refuse_unsupported
+from vllm_santa.attention.layer import attach_layers
 from vllm_santa.attention.traits import SantaTraits
+from vllm_santa.refusals import refuse_layer
 from vllm_santa.rows import plan_step
 from vllm_santa.runtime import runtime_for
 
@@ -41,6 +42,11 @@ class SantaCudaBackend(SantaTraits, FlashInferBackend):
     def get_supported_head_sizes(cls) -> list[int]:
         """What FlashInfer and our kernels have in common."""
         return [64, 128, 256]
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        """No quantised caches: our kernels read K and V as they are."""
+        return kv_cache_dtype is None or kv_cache_dtype in cls.supported_kv_cache_dtypes
 
     @classmethod
     def supports_non_causal(cls) -> bool:
@@ -79,7 +85,9 @@ class SantaCudaMetadataBuilder(PageBuilder):
         context = vllm_config.compilation_config.static_forward_context
         self.sparse_layers: list[KernelLayer] = [context[name].impl.santa for name in layer_names if context[name].impl.santa.sparse]
         dense = [name for name in layer_names if not context[name].impl.santa.sparse]
-        self.rows = StepRows(self.sparse_layers[0].kernels, self.page_size, device) if self.sparse_layers else None
+        self.rows = (
+            StepRows(self.sparse_layers[0].kernels, self.runtime.graph_variants, self.page_size, device) if self.sparse_layers else None
+        )
         self.full: PageBuilder | None = None
         if self.sparse_layers and dense:
             self.full = PageBuilder(kv_cache_spec, dense, vllm_config, device)
@@ -139,7 +147,7 @@ class SantaCudaImpl(FlashInferImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: Tensor | None = None,
     ):
-        refuse_unsupported(attn_type, ALiBi=alibi_slopes, sinks=sinks, KV_sharing_between_layers=kv_sharing_target_layer_name)
+        refuse_layer(attn_type, ALiBi=alibi_slopes, sinks=sinks, KV_sharing_between_layers=kv_sharing_target_layer_name)
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, None, sliding_window, kv_cache_dtype, logits_soft_cap, AttentionType.DECODER
         )

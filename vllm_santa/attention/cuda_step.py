@@ -12,8 +12,8 @@ from vllm_santa.attention.device_rows import DeviceRows
 from vllm_santa.attention.kernel_layer import KernelLayer
 from vllm_santa.attention.kernels import Kernels
 from vllm_santa.attention.layer import SparseStep
+from vllm_santa.graph_variants import GraphVariants
 from vllm_santa.kernel_ops import Rows
-from vllm_santa.methods import Method
 from vllm_santa.rows import SparseToken, StepPlan
 
 
@@ -23,22 +23,22 @@ class GatheredRows:
 
     tokens: Tensor
     rows: Rows
-    methods: frozenset[Method]
+    families: frozenset[int]
 
 
 @dataclass(frozen=True)
 class CudaStep(SparseStep):
     """A SparseStep by kernels.
 
-    decodes: rows of one token at the head of the batch, with what they get and the methods among them. flags: int32 [families + 1] on the
-    device, for graphs. gathered: other sparse tokens. by_reference: tokens that no kernel decodes.
+    decodes: rows of one token at the head of the batch, with what they get; families: of kernels that the methods among them need.
+    gathered: other sparse tokens. by_reference: tokens that no kernel decodes. variants: of CUDA graphs.
     """
 
     decodes: Rows | None = None
-    flags: Tensor | None = None
-    methods: frozenset[Method] = frozenset()
+    families: frozenset[int] = frozenset()
     gathered: tuple[GatheredRows, ...] = ()
     by_reference: tuple[SparseToken, ...] = ()
+    variants: GraphVariants | None = None
 
     @classmethod
     def all_dense(cls, common: CommonAttentionMetadata, plan: StepPlan | None = None) -> "CudaStep":
@@ -50,18 +50,17 @@ class CudaStep(SparseStep):
         query, output: [>= tokens, Hq, D]. key, value: [>= tokens, H, D]. kv, codes: the cache's planes.
         """
         output = output.view(output.shape[0], -1, layer.head_dim)
-        if torch.cuda.is_current_stream_capturing():
-            if self.decodes is not None and self.flags is not None:
-                count = self.decodes.seq_lens.shape[0]
-                layer.capture(query[:count].contiguous(), kv, codes, self.decodes, self.flags, output[:count])
+        capturing = torch.cuda.is_current_stream_capturing()
+        families = self.variants.captured if capturing and self.variants else self.families
+        if self.decodes is not None and families:
+            count = self.decodes.seq_lens.shape[0]
+            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, families, output[:count])
+        if capturing:
             return
         layer.observe(query, key, value, self)
-        if self.decodes is not None and self.methods:
-            count = self.decodes.seq_lens.shape[0]
-            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, self.methods, output[:count])
         for part in self.gathered:
             result = torch.empty_like(query[part.tokens])
-            layer.launch(query[part.tokens], kv, codes, part.rows, part.methods, result)
+            layer.launch(query[part.tokens], kv, codes, part.rows, part.families, result)
             output[part.tokens] = result
         if self.by_reference:
             layer.decode(query, kv, codes, self.block_table, self.by_reference, output)
@@ -70,15 +69,17 @@ class CudaStep(SparseStep):
 class StepRows:
     """Makes the CudaStep of each step; owns the device buffers behind it."""
 
-    def __init__(self, kernels: Kernels, block_size: int, device: torch.device):
+    def __init__(self, kernels: Kernels, variants: GraphVariants, block_size: int, device: torch.device):
+        self._variants = variants
         self._kernels, self._limits, self._block_size, self._device = kernels, kernels.limits, block_size, device
-        self._buffers = DeviceRows(self._limits.rows, kernels.flags, device)
+        self._buffers = DeviceRows(self._limits.rows, device)
         self._dense_lens = torch.empty(self._limits.rows, dtype=torch.int32, device=device)
 
     def fill(self, common: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
         """Send the plan's rows of one token to the device. Returns the step as FlashInfer is to see it: those rows are one token long."""
         tokens = [token for token in plan.sparse if token.by_kernel and _alone(plan, token)]
-        self._buffers.fill(tokens, self._kernels.flags_of(token.method for token in tokens))
+        self._buffers.fill(tokens)
+        self._variants.needed = self._kernels.families(token.method for token in tokens)
         rows = common.num_reqs
         lengths = torch.minimum(common.seq_lens, self._buffers.limit[:rows], out=self._dense_lens[:rows])
         if not tokens:
@@ -98,10 +99,10 @@ class StepRows:
             common.block_table_tensor,
             plan,
             self._decodes(common, count) if count > 0 and uniform else None,
-            self._buffers.flags,
-            frozenset(token.method for token in decodes),
+            self._kernels.families(token.method for token in decodes),
             tuple(self._gathered(common.block_table_tensor, others)),
             tuple(token for token in plan.sparse if not token.by_kernel),
+            self._variants,
         )
 
     def _decodes(self, common: CommonAttentionMetadata, count: int) -> Rows:
@@ -125,7 +126,8 @@ class StepRows:
                 self._upload((token.budget for token in part), torch.int32),
                 self._upload((_signed(token.seed) for token in part), torch.int64),
             )
-            yield GatheredRows(self._upload((token.token for token in part), torch.int64), rows, frozenset(token.method for token in part))
+            families = self._kernels.families(token.method for token in part)
+            yield GatheredRows(self._upload((token.token for token in part), torch.int64), rows, families)
 
     def _upload(self, values: Iterable[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, pin_memory=True).to(self._device, non_blocking=True)

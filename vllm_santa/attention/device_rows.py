@@ -12,24 +12,24 @@ UNLIMITED = np.iinfo(np.int32).max
 
 
 class DeviceRows:
-    """Buffers for up to `capacity` rows and `flags` flags.
+    """Buffers for up to `capacity` rows.
 
     seed: int64 [capacity], unsigned 64 bits as signed. budget: int32 [capacity]. limit: int32 [capacity], the length of the row that dense
-    attention sees: 1 for sparse rows. method: int8 [capacity], `Method`, 0 = dense or padding. flags: int32 [flags].
+    attention sees: 1 for sparse rows. method: int8 [capacity], `Method`, 0 = dense or padding.
     """
 
-    def __init__(self, capacity: int, flags: int, device: torch.device):
+    def __init__(self, capacity: int, device: torch.device):
         self.capacity = capacity
-        self._sizes = {"seed": (np.int64, capacity), "budget": (np.int32, capacity), "limit": (np.int32, capacity)}
-        self._sizes |= {"flags": (np.int32, flags), "method": (np.int8, capacity)}
+        kinds = {"seed": np.int64, "budget": np.int32, "limit": np.int32, "method": np.int8}
+        self._sizes = {name: (kind, capacity) for name, kind in kinds.items()}
         host = self._host()
         self._packed = host.to(device)
         parts = dict(self._parts(self._packed))
-        self.seed, self.budget, self.limit, self.flags, self.method = (parts[name] for name in self._sizes)
+        self.seed, self.budget, self.limit, self.method = (parts[name] for name in self._sizes)
         self._all_dense = True
 
-    def fill(self, tokens: Iterable[SparseToken], flags: Iterable[int]) -> None:
-        """Give the rows of `tokens` what they are to get, all others dense attention, and raise `flags`.
+    def fill(self, tokens: Iterable[SparseToken]) -> None:
+        """Give the rows of `tokens` what they are to get, all others dense attention.
 
         One copy to the device, from a new pinned buffer each time: an earlier one may still be read. Steps that are dense like the one
         before them cost nothing.
@@ -46,7 +46,6 @@ class DeviceRows:
             parts["budget"][rows] = [token.budget for token in tokens]
             parts["limit"][rows] = 1
             parts["method"][rows] = [token.method for token in tokens]
-            parts["flags"][list(flags)] = 1
         self._packed.copy_(host, non_blocking=True)
 
     def _host(self, pinned: bool = False) -> Tensor:

@@ -8,7 +8,6 @@ from vllm_santa.attention.layer import SparseLayer
 from vllm_santa.codebook import Codebook
 from vllm_santa.jit import Shape
 from vllm_santa.kernel_ops import Layer, Rows
-from vllm_santa.methods import Method
 from vllm_santa.ssa_ops import CodebookBuffers, encode_blocks, write_cache
 
 
@@ -50,13 +49,6 @@ class KernelLayer(SparseLayer):
             encode_blocks(*self._planes, None, self.codebook)
         return codebook
 
-    def launch(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, methods: frozenset[Method], output: Tensor) -> None:
-        """Decode the rows of these methods. query, output: [R, Hq, D]."""
-        self.kernels.launch(self._batch(query, kv, codes, rows, output), methods)
-
-    def capture(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, flags: Tensor, output: Tensor) -> None:
-        """Put the decoding of whatever methods the rows will have into the graph that is being captured."""
-        self.kernels.capture(self._batch(query, kv, codes, rows, output), flags)
-
-    def _batch(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, output: Tensor) -> Batch:
-        return Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output)
+    def launch(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, families: frozenset[int], output: Tensor) -> None:
+        """Decode the rows of these families of methods. query, output: [R, Hq, D]."""
+        self.kernels.launch(Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output), families)

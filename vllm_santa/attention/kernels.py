@@ -9,7 +9,6 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_santa.attention.workspaces import Arena
-from vllm_santa.conditional import Conditions, conditional_module
 from vllm_santa.jit import Shape
 from vllm_santa.kernel_ops import VALUE_METHODS, Layer, PpsWorkspace, Rows, ValuesWorkspace, pps, sample_values
 from vllm_santa.limits import Limits
@@ -73,65 +72,39 @@ def families_of(methods: Iterable[Method]) -> tuple[Family, ...]:
 
 
 class Kernels:
-    """Decodes sparse rows for layers of one head shape. Compiles and sets up on construction; allocates nothing afterwards.
-
-    Flags of a step (`flags_of`) say which families have rows: flag 0 any of them, flag 1 + i family i.
-    """
+    """Decodes sparse rows for layers of one head shape. Sets up on construction; allocates nothing afterwards."""
 
     def __init__(
         self, shape: Shape, kv_heads: int, limits: Limits, methods: Iterable[Method], settings: SelectionSettings, device: torch.device
     ):
         self.shape, self.limits, self.settings = shape, limits, settings
-        self.families = families_of(methods)
+        self._families = families_of(methods)
         self._kv_heads = kv_heads
-        self._conditions = Conditions(2, device)
         self._arena = Arena(device)
         self._placed: dict[int, tuple[Any, ...]] = {}
-        if self.families:
-            conditional_module()
-        ladder = [1 << power for power in range(limits.slots(limits.rows).bit_length())]
-        for slots in ladder:
+        for slots in [1 << power for power in range(limits.slots(limits.rows).bit_length())]:
             for buffers in self._describe(slots):
                 self._arena.reserve(buffers)
         logger.info_once(
             "CUDA kernels decode sparse rows (%s), with %.0f MiB of buffers for %d tokens of context a step.",
-            ", ".join(method.name for family in self.families for method in sorted(family.methods)),
+            ", ".join(method.name for family in self._families for method in sorted(family.methods)),
             self._arena.size / 2**20,
             limits.tokens,
-        )  # fmt: skip
+        )
 
-    @property
-    def flags(self) -> int:
-        """Number of flags."""
-        return 1 + len(self.families)
-
-    def flags_of(self, methods: Iterable[Method]) -> list[int]:
-        """The flags that rows of these methods raise."""
+    def families(self, methods: Iterable[Method]) -> frozenset[int]:
+        """Indices of the families that decode rows of these methods."""
         found = frozenset(methods)
-        raised = [1 + index for index, family in enumerate(self.families) if family.methods & found]
-        return [0, *raised] if raised else []
+        return frozenset(index for index, family in enumerate(self._families) if family.methods & found)
 
-    def launch(self, batch: Batch, methods: Iterable[Method]) -> None:
-        """Decode the batch's rows of these methods, now."""
-        for index in self.flags_of(methods)[1:]:
-            self._launch(index, batch)
-
-    def capture(self, batch: Batch, flags: Tensor) -> None:
-        """Put decoding by every family into the graph that is being captured; at replay a family runs if its flag is raised.
-
-        flags: int32 [self.flags], on the device. A replay without sparse rows comes upon one flag.
-        """
-        with self._conditions.when(flags[:1]):
-            for index in range(1, self.flags):
-                with self._conditions.when(flags[index : index + 1]):
-                    self._launch(index, batch)
-
-    def _launch(self, index: int, batch: Batch) -> None:
+    def launch(self, batch: Batch, families: Iterable[int]) -> None:
+        """Decode the batch's rows of these families' methods; rows of others cost a few exits of blocks."""
         slots = self.limits.slots(batch.rows.seq_lens.shape[0])
         if slots not in self._placed:
             self._placed[slots] = tuple(map(self._arena.place, self._describe(slots)))
-        self.families[index - 1].launch(batch, self._placed[slots][index - 1], self.settings)
+        for index in sorted(families):
+            self._families[index].launch(batch, self._placed[slots][index], self.settings)
 
     def _describe(self, slots: int) -> Iterable[Any]:
         context, budget = self.limits.row_context(slots), self.limits.row_budget(slots)
-        return [family.workspace(slots, self._kv_heads, self.shape, context, budget, "meta") for family in self.families]
+        return [family.workspace(slots, self._kv_heads, self.shape, context, budget, "meta") for family in self._families]

@@ -9,7 +9,6 @@ from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType
 
 from vllm_santa import ops
 from vllm_santa.codebook import Codebook
@@ -18,21 +17,6 @@ from vllm_santa.page import page_views
 from vllm_santa.reference.decode import LayerContext
 from vllm_santa.rows import SparseToken, StepPlan
 from vllm_santa.runtime import Runtime, runtime_for
-
-
-def refuse_unsupported(attn_type: str, **features: object) -> None:
-    """Refuse at start what vLLM's own validation does not know about. features: name=value, present if not None.
-
-    Raises:
-        NotImplementedError: names the feature.
-    """
-    if attn_type != AttentionType.DECODER:
-        features = {f"{attn_type} attention": attn_type}
-    for feature, value in features.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"--attention-backend santa does not support {feature.replace('_', ' ')}; serve this model with another backend"
-            )
 
 
 @dataclass(frozen=True)

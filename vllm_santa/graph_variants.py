@@ -1,0 +1,91 @@
+"""Several CUDA graphs of each decode batch size: without sparse rows, with those that the policy's rules want, with anything.
+
+A step replays the smallest that holds its methods, so a step without sparse rows runs what vLLM's FlashInfer backend would, nothing else.
+(Kernels that find no work cost about 1 µs each, a conditional graph node 5 µs, in every layer: benchmarks/NOTES.md.) Model runner V2 only;
+V1 has one graph of each size, which holds everything.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+Families = frozenset[int]
+"""Indices of kernel families."""
+
+_variants: "WeakValueDictionary[str, GraphVariants]" = WeakValueDictionary()
+
+
+class GraphVariants:
+    """The variants of one engine's graphs in this process, and which of them is in use.
+
+    sets: the families that each variant holds; the last one holds all of them.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", sets: list[Families]):
+        self.sets = sets
+        self.captured = sets[-1]
+        """What a graph that is being captured has to hold."""
+        self.needed: Families = frozenset()
+        """What the step that is about to run needs."""
+        _variants[vllm_config.instance_id] = self
+        _watch_captures()
+
+    @contextmanager
+    def capturing(self, families: Families) -> Iterator[None]:
+        """Inside, graphs are captured with these families."""
+        self.captured = families
+        try:
+            yield
+        finally:
+            self.captured = self.sets[-1]
+
+    def choose(self, graphs: Mapping[Families, Any]) -> Any:
+        """The smallest graph that holds what the step needs."""
+        return graphs[min((families for families in graphs if families >= self.needed), key=len)]
+
+
+class VariantGraph:
+    """Stands for the graphs of one batch size."""
+
+    def __init__(self, variants: GraphVariants, graphs: Mapping[Families, Any]):
+        self._variants, self._graphs = variants, graphs
+
+    def replay(self) -> None:
+        self._variants.choose(self._graphs).replay()
+
+
+def _watch_captures() -> None:
+    """Have vLLM's V2 runner capture every variant. Once per process."""
+    from vllm.config import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+    original = CudaGraphManager.capture
+    if getattr(original, "captures_variants", False):
+        return
+
+    def capture(self: Any, create_forward_fn: Callable[..., Any], *args: Any, **others: Any) -> None:
+        variants = _variants.get(self.vllm_config.instance_id)
+        profiling = getattr(self, "_max_full_descs_to_capture", None) is not None
+        if variants is None or profiling or not isinstance(self, ModelCudaGraphManager) or CUDAGraphMode.FULL not in self._capture_descs:
+            original(self, create_forward_fn, *args, **others)
+            return
+        wanted = self._capture_descs
+        by_variant: dict[Families, dict[Any, Any]] = {}
+        try:
+            for families in reversed(variants.sets):  # the largest first: the others then fit in the pool's memory
+                with variants.capturing(families):
+                    original(self, create_forward_fn, *args, **others)
+                by_variant[families] = dict(self.graphs)
+                self.graphs.clear()
+                self._capture_descs = {CUDAGraphMode.FULL: wanted[CUDAGraphMode.FULL]}  # the other modes hold no attention
+        finally:
+            self._capture_descs = wanted
+        for desc in by_variant[variants.sets[-1]]:
+            self.graphs[desc] = VariantGraph(variants, {families: graphs[desc] for families, graphs in by_variant.items()})
+
+    capture.captures_variants = True  # type: ignore[attr-defined]
+    CudaGraphManager.capture = capture  # type: ignore[method-assign]
