@@ -153,7 +153,12 @@ def measure(
         engines[run.backend].generate(prompts, 8, run.santa)
     for _ in range(repeats):
         for run in runs:
-            times[run].append(1000 * engines[run.backend].generate(prompts, steps + 1, run.santa).step_ms)
+            timing = engines[run.backend].generate(prompts, steps + 1, run.santa)
+            if run.santa and set(timing.rows) != {run.method.name}:
+                raise RuntimeError(
+                    f"{run.name} at {case.context} x {case.rows}: rows by method were {timing.rows}, so the time is not its own"
+                )
+            times[run].append(1000 * timing.step_ms)
     return {run: (prefill[run.backend], times[run]) for run in runs}
 
 

@@ -48,12 +48,13 @@ class EngineSpec:
 @dataclass(frozen=True)
 class Timing:
     """first_token_s: from the first request's scheduling to the last request's first token. decode_s: from there to the last token.
-    steps: decode steps in between. tokens: the answers."""
+    steps: decode steps in between. tokens: the answers. rows: decoding rows by method, where the backend is santa."""
 
     first_token_s: float
     decode_s: float
     steps: int
     tokens: list[list[int]]
+    rows: dict[str, float]
 
     @property
     def step_ms(self) -> float:
@@ -100,11 +101,15 @@ def _serve(spec: EngineSpec, pipe: Connection) -> None:
     os.environ.update(spec.environment)
     from vllm import LLM, SamplingParams
 
+    from vllm_santa.metrics import rows_by_method
+
     engine = LLM(**spec.arguments())
+    instance = engine.llm_engine.vllm_config.instance_id
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
         prompts, tokens, santa = request
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=santa)
+        before = rows_by_method(instance)
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         metrics = [output.metrics for output in outputs]
         first = max(metric.first_token_ts for metric in metrics)
@@ -114,5 +119,10 @@ def _serve(spec: EngineSpec, pipe: Connection) -> None:
                 max(metric.last_token_ts for metric in metrics) - first,
                 tokens - 1,
                 [list(output.outputs[0].token_ids) for output in outputs],
+                {
+                    method: count - before.get(method, 0)
+                    for method, count in rows_by_method(instance).items()
+                    if count > before.get(method, 0)
+                },
             )
         )

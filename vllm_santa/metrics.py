@@ -136,6 +136,16 @@ class _WorkerFiles(Collector):
         yield from (rows, *read.values(), *single.values(), ready)
 
 
+def rows_by_method(instance_id: str) -> dict[str, float]:
+    """Decoding rows so far by the method they got, over all workers of an engine."""
+    rows: dict[str, float] = {}
+    for metric in _WorkerFiles(instance_id).collect():
+        if metric.name == "santa_rows":
+            for sample in metric.samples:
+                rows[sample.labels["method"]] = rows.get(sample.labels["method"], 0.0) + sample.value
+    return rows
+
+
 class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
     """Puts the workers' counters on /metrics (entry point `vllm.stat_logger_plugins`). Does nothing on servers with another backend."""
 
