@@ -49,20 +49,42 @@ def kernel_folder() -> Path:
 SANTA_SOURCES = (
     "pps.cu", "look.cu", "score_codes.cu", "place.cu", "gather.cu", "values.cu", "score_values.cu", "sample_points.cu", "sample_tiles.cu",
 )  # fmt: skip
+SSA_SOURCES = (
+    "ssa.cu", "ssa_tables.cu", "ssa_score.cu", "ssa_mix.cu", "place.cu", "ssa_fixed.cu", "ssa_gather.cu",
+)  # fmt: skip
 
 
-def santa_spec(shape: Shape) -> Any:
-    """FlashInfer's build specification of the SANTA-family module of a shape."""
+def _spec(name: str, sources: tuple[str, ...], defines: list[str]) -> Any:
     from flashinfer.jit import gen_jit_spec
 
     folder = kernel_folder()
     return gen_jit_spec(
-        f"vllm_santa_{shape.name}",
-        [folder / source for source in SANTA_SOURCES],
-        extra_cuda_cflags=shape.defines,
+        f"vllm_santa_{name}",
+        [folder / source for source in sources],
+        extra_cuda_cflags=defines,
         extra_include_paths=[folder],
         use_fast_math=False,
     )
+
+
+def santa_spec(shape: Shape) -> Any:
+    """FlashInfer's build specification of the SANTA-family module of a shape."""
+    return _spec(shape.name, SANTA_SOURCES, shape.defines)
+
+
+def _subspaces(count: int) -> list[str]:
+    return [f"-DSANTA_SUBSPACES={count}"]
+
+
+def ssa_spec(shape: Shape, subspaces: int) -> Any:
+    """FlashInfer's build specification of the SSA-family module of a shape."""
+    return _spec(f"ssa_{shape.name}_m{subspaces}", SSA_SOURCES, shape.defines + _subspaces(subspaces))
+
+
+def encode_spec(head_dim: int, dtype: torch.dtype, subspaces: int) -> Any:
+    """FlashInfer's build specification of the module that writes keys, values and codes."""
+    shape = Shape(head_dim, 1, dtype)  # it knows nothing of query heads
+    return _spec(f"encode_{shape.name}_m{subspaces}", ("encode.cu",), shape.defines + _subspaces(subspaces))
 
 
 @cache
@@ -73,3 +95,15 @@ def santa_module(shape: Shape) -> Any:
         ImportError: FlashInfer is missing. RuntimeError: the compiler failed.
     """
     return santa_spec(shape).build_and_load()
+
+
+@cache
+def ssa_module(shape: Shape, subspaces: int) -> Any:
+    """As `santa_module`, of the SSA family."""
+    return ssa_spec(shape, subspaces).build_and_load()
+
+
+@cache
+def encode_module(head_dim: int, dtype: torch.dtype, subspaces: int) -> Any:
+    """As `santa_module`, of `encode_spec`."""
+    return encode_spec(head_dim, dtype, subspaces).build_and_load()

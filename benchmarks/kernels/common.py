@@ -12,12 +12,10 @@ from vllm_santa.kernel_ops import Rows
 from vllm_santa.methods import Method
 from vllm_santa.page import page_views
 
-CODE_BYTES = 16
-
 
 @dataclass(frozen=True)
 class Case:
-    """One attention shape: query heads, KV heads, head_dim, tokens per row, rows."""
+    """One attention shape: query heads, KV heads, head_dim, tokens per row, rows; and the bytes of code that lie beside each key."""
 
     query_heads: int
     kv_heads: int
@@ -26,6 +24,7 @@ class Case:
     batch: int
     dtype: torch.dtype = torch.bfloat16
     block_size: int = 16
+    code_bytes: int = 16
 
     @property
     def group(self) -> int:
@@ -42,10 +41,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """query [R, Hq, D]; kv [B, H, N, 2D], a view of pages that also hold codes, blocks in random order; rows of one method."""
+    """query [R, Hq, D]; kv [B, H, N, 2D] and codes [B, H, N, code_bytes], the planes of pages in random order; rows of one method."""
 
     query: Tensor
     kv: Tensor
+    codes: Tensor
     rows: Rows
 
 
@@ -57,12 +57,13 @@ def make_inputs(case: Case, method: Method, budget: int, peak: float, seed: int 
     generator = torch.Generator("cuda").manual_seed(seed)
     per_row = -(-case.context // case.block_size)
     blocks = per_row * case.batch
-    content = case.kv_heads * (2 * case.head_dim + CODE_BYTES // case.dtype.itemsize)
+    content = case.kv_heads * (2 * case.head_dim + case.code_bytes // case.dtype.itemsize)
     cache = torch.empty(blocks, 1, case.block_size, content, dtype=case.dtype, device="cuda")
     flat = cache.view(-1)
     for start in range(0, flat.numel(), 1 << 28):  # in pieces: a float32 copy of a whole cache would not fit
         flat[start : start + (1 << 28)].normal_(generator=generator)
-    kv, _ = page_views(cache, case.kv_heads, case.head_dim)
+    kv, codes = page_views(cache, case.kv_heads, case.head_dim)
+    codes.random_(0, 256, generator=generator)
     # Scores q.k / sqrt(D) of unit-variance keys have the standard deviation |q| / sqrt(D).
     query = torch.randn(case.batch, case.query_heads, case.head_dim, device="cuda", generator=generator) * peak
     table = torch.randperm(blocks, device="cuda", generator=generator).to(torch.int32).view(case.batch, per_row)
@@ -70,7 +71,7 @@ def make_inputs(case: Case, method: Method, budget: int, peak: float, seed: int 
     zero = torch.zeros(case.batch, dtype=torch.int32, device="cuda")
     seeds = torch.arange(case.batch, device="cuda") + 17
     rows = Rows(table, zero + case.context, (zero + int(method)).to(torch.int8), zero + budget, seeds)
-    return Inputs(query.to(case.dtype), kv, rows)
+    return Inputs(query.to(case.dtype), kv, codes, rows)
 
 
 def time_us(functions: list[Callable[[], None]], target_ms: float = 60.0) -> float:

@@ -31,7 +31,7 @@ pytestmark = [
 ]
 
 
-def compile_source(source: Path, shape: Shape, output: Path) -> None:
+def compile_source(source: Path, shape: Shape, output: Path, subspaces: int = 16) -> None:
     targets = [f"-gencode=arch=compute_{sm},code=sm_{sm}" for sm in ARCHITECTURES]
     includes = [f"-I{folder}" for folder in include_folders()]
     command = [
@@ -44,6 +44,7 @@ def compile_source(source: Path, shape: Shape, output: Path) -> None:
         *targets,
         *includes,
         *shape.defines,
+        f"-DSANTA_SUBSPACES={subspaces}",
         str(source),
         "-o",
         str(output),
@@ -63,3 +64,9 @@ OTHER_SHAPES = [Shape(64, 1, torch.float16), Shape(96, 3, torch.bfloat16), Shape
 @pytest.mark.parametrize("shape", OTHER_SHAPES, ids=lambda shape: shape.name)
 def test_score_pass_compiles_for_other_shapes(shape: Shape, tmp_path: Path) -> None:
     compile_source(FOLDER / "score_codes.cu", shape, tmp_path / "object.o")
+
+
+@pytest.mark.parametrize("name", ["ssa_tables.cu", "ssa_score.cu", "ssa_gather.cu", "encode.cu"])
+@pytest.mark.parametrize(("shape", "subspaces"), [(OTHER_SHAPES[0], 32), (OTHER_SHAPES[2], 8)], ids=["narrow", "wide"])
+def test_code_kernels_compile_for_other_shapes(name: str, shape: Shape, subspaces: int, tmp_path: Path) -> None:
+    compile_source(FOLDER / name, shape, tmp_path / "object.o", subspaces)

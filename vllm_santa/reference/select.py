@@ -109,7 +109,7 @@ def with_replacement(codes: Tensor, draws: Tensor, uniform: Tensor) -> Selection
 
     codes: int64 [..., n]. draws: int64 [...], m. uniform: int64 [..., at least max m] in [0, ONE).
     """
-    top = codes.amax(-1, keepdim=True)
+    top = codes.amax(-1, keepdim=True) | 31  # the upper edge of its histogram bin, which a kernel knows before it knows the code
     weights = torch.where(codes == EXCLUDED, 0, power(codes - top) >> 12)
     share = draws.double() * ONE / weights.sum(-1).clamp(min=1).double()
     rates = (weights.double() * share.unsqueeze(-1)).to(torch.int64)
