@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _policy: Policy | None = None
 _captures_decodes = False
+_blind_workers = ""
 
 
 def runs_santa(vllm_config: "VllmConfig") -> bool:
@@ -35,6 +36,21 @@ def front_captures_decodes() -> bool:
     return _captures_decodes
 
 
+def front_blind_workers() -> str:
+    """What keeps that engine's workers from seeing the parameters of requests, in words; empty if nothing does."""
+    return _blind_workers
+
+
+def blind_workers(vllm_config: "VllmConfig") -> str:
+    """Where vLLM makes no logits processors, in some worker at least: rows then follow the policy alone (docs/requests.md)."""
+    v2 = vllm_config.use_v2_model_runner
+    if vllm_config.speculative_config is not None and not v2:
+        return "speculative decoding on vLLM's V1 model runner"
+    if vllm_config.parallel_config.pipeline_parallel_size > 1 and v2:
+        return "pipeline parallelism on vLLM's V2 model runner"
+    return ""
+
+
 def observe_config(vllm_config: "VllmConfig") -> None:
     """Keep the policy of an engine that runs SANTA; other engines change nothing.
 
@@ -42,7 +58,7 @@ def observe_config(vllm_config: "VllmConfig") -> None:
         PolicyError: the policy cannot be used. ValueError: another option does not go with SANTA. Raised where the configuration is made,
             they stop the server before the engine starts.
     """
-    global _policy, _captures_decodes
+    global _policy, _captures_decodes, _blind_workers
     if not runs_santa(vllm_config):
         return
     from vllm.logger import init_logger
@@ -51,7 +67,10 @@ def observe_config(vllm_config: "VllmConfig") -> None:
     refuse_configuration(vllm_config)
     _policy = policy_of(vllm_config)
     _captures_decodes = captures_decodes(vllm_config, _policy)
+    _blind_workers = blind_workers(vllm_config)
     logger.info("SANTA policy: %s", policy_path(vllm_config) or "the built-in default")
+    if _blind_workers:
+        logger.warning("SANTA: rows follow the policy alone, and santa_* parameters are refused, because of %s.", _blind_workers)
     for warning in _policy.warnings():
         logger.warning("SANTA policy: %s", warning)
 

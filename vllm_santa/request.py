@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
-from vllm_santa.front import front_captures_decodes, front_policy, runs_santa
+from vllm_santa.front import front_blind_workers, front_captures_decodes, front_policy, runs_santa
 from vllm_santa.policy import Policy, policy_of
 from vllm_santa.policy.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
 
@@ -78,9 +78,13 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         extra_args = sampling_params.extra_args or {}
         if not has_santa(extra_args):
             return
-        policy = front_policy()
+        policy, given = front_policy(), ", ".join(key for key in extra_args if has_santa({key: 0}))
         if policy is None:
-            raise ValueError(f"{', '.join(key for key in extra_args if has_santa({key: 0}))}: {_NOT_SANTA}; allowed: no santa_* parameters")
+            raise ValueError(f"{given}: {_NOT_SANTA}; allowed: no santa_* parameters")
+        if front_blind_workers():
+            raise ValueError(
+                f"{given}: cannot be followed with {front_blind_workers()}; allowed: no santa_* parameters, the policy decides"
+            )
         params = parse(extra_args, policy.requests)
         if params.bernoulli is not None and front_captures_decodes():
             raise ValueError(

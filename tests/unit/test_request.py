@@ -180,10 +180,13 @@ def test_any_parameters_are_read_or_refused_by_name(extra_args):
 def config(instance_id="engine", backend="SANTA", additional=None, **kinds):
     per_kind = {kind: SimpleNamespace(name=name) for kind, name in kinds.items()}
     attention = SimpleNamespace(backend=backend and SimpleNamespace(name=backend), backend_per_kind=per_kind)
-    parallel = SimpleNamespace(enable_dbo=False, prefill_context_parallel_size=1, decode_context_parallel_size=1)
+    parallel = SimpleNamespace(
+        enable_dbo=False, prefill_context_parallel_size=1, decode_context_parallel_size=1, pipeline_parallel_size=1
+    )  # fmt: skip
     return SimpleNamespace(
         instance_id=instance_id, attention_config=attention, additional_config=additional or {}, parallel_config=parallel,
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=False), compilation_config=SimpleNamespace(cudagraph_mode=None),
+        speculative_config=None, use_v2_model_runner=False,
     )  # fmt: skip
 
 
@@ -211,6 +214,24 @@ def test_the_door_knows_the_policy(tmp_path, santa):
     SantaParams.validate_params(sampling(santa_budget=5))
     with pytest.raises(ValueError, match="allowed: 5 to 6 rows"):
         SantaParams.validate_params(sampling(santa_budget=7))
+
+
+@pytest.mark.parametrize(
+    ("speculates", "stages", "v2", "reason"),
+    [(False, 1, False, ""), (True, 1, True, ""), (False, 2, False, ""), (True, 1, False, "speculative"), (False, 2, True, "pipeline")],
+)
+def test_parameters_that_workers_would_not_see_are_refused(speculates, stages, v2, reason):
+    pytest.importorskip("vllm")
+    santa = config()
+    santa.speculative_config = object() if speculates else None
+    santa.parallel_config.pipeline_parallel_size, santa.use_v2_model_runner = stages, v2
+    front.observe_config(santa)
+    SantaParams.validate_params(sampling())
+    if reason:
+        with pytest.raises(ValueError, match=f"santa_seed, santa_method: cannot be followed with {reason}.*; allowed: no santa_"):
+            SantaParams.validate_params(sampling(santa_seed=3, santa_method="pps"))
+    else:
+        SantaParams.validate_params(sampling(santa_seed=3, santa_method="pps"))
 
 
 def test_configurations_are_watched_once(monkeypatch):

@@ -250,6 +250,11 @@ class Policy(_Part):
         ge=-(2**63),
         lt=2**64,
     )
+    prefix_cache: Literal["share", "separate"] = setting(
+        "share",
+        "share or separate",
+        "Whether requests that read everything may find keys and values in the prefix cache that sparse decode steps have written.",
+    )
     requests: RequestLimits = setting(RequestLimits(), "limits", "What requests may choose for themselves.")
     codebooks: str | None = setting(
         None,

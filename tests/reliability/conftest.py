@@ -1,0 +1,26 @@
+"""The server that the traffic runs on: its cache holds exactly one request of full length."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import jobs
+import pytest
+from server import ENVIRONMENT, Server
+
+HERE = Path(__file__).parent
+BLOCK = 16
+OPTIONS = (
+    "--attention-backend", "santa", "--max-model-len", str(jobs.LIMIT), "--block-size", str(BLOCK), "--max-num-batched-tokens", "256",
+    "--max-num-seqs", "8", "--worker-extension-cls", "row_probe.RowProbe",
+    "--num-gpu-blocks-override", str(jobs.LIMIT // BLOCK + 1),  # vLLM keeps one block to itself
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def busy_server(model: Path, codebooks: Path, logs: Path) -> Iterator[Server]:
+    policy = codebooks.with_name("traffic.yaml")
+    policy.write_text(jobs.POLICY.format(codebooks=codebooks))
+    path = os.pathsep.join((str(HERE), ENVIRONMENT["PYTHONPATH"]))
+    with Server(model, logs / "traffic.log", *OPTIONS, SANTA_POLICY=str(policy), VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path) as server:
+        yield server
