@@ -428,7 +428,7 @@ def test_a_healthy_machine(machine: None) -> None:
     status, output = run("--model", "somewhere")
     assert status == 0, output
     assert [line.split()[0] for line in output.splitlines()[:-1]] == ["ok"] * 17
-    assert output.splitlines()[-1] == "17 ok, 0 warnings, 0 errors"
+    assert output.splitlines()[-1] == "ok: 17, warnings: 0, errors: 0"
 
 
 def test_json(machine: None, tmp_path: Path) -> None:

@@ -241,6 +241,7 @@ def test_max_budget_bounds_every_decision():
         ("default_method: dense", "p.yaml:1: default_method: 'dense': dense has no budget; allowed: one of santa"),
         ("heavy_fraction: .nan", "p.yaml:1: heavy_fraction: nan: input should be"),
         ("sink: 1\nsink: 2", "p.yaml:2: sink: is given twice"),
+        ("sink: 1\nlocal: \x01", "p.yaml:2: is not YAML: the character #x0001 is not allowed"),
         ("a: b: c", "p.yaml:1: is not YAML: mapping values are not allowed here"),
         ("[1]", "p.yaml:1: the file is [1]; allowed: a mapping of rules"),
     ],

@@ -53,7 +53,7 @@ def _count(findings: Iterable[Finding], level: str) -> int:
 
 
 def _summary(findings: list[Finding]) -> str:
-    return f"{_count(findings, 'ok')} ok, {_count(findings, 'warning')} warnings, {_count(findings, 'error')} errors"
+    return f"ok: {_count(findings, 'ok')}, warnings: {_count(findings, 'warning')}, errors: {_count(findings, 'error')}"
 
 
 def _report(findings: list[Finding]) -> dict[str, object]:

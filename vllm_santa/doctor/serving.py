@@ -16,7 +16,8 @@ def check_policy(path: Path | None) -> tuple[Finding, Policy | None]:
         policy = load_policy(None if path is None else str(path))
     except PolicyError as reason:
         return error("policy", str(reason), SEE_POLICY), None
-    found = f"{path or 'the built-in default'}: {len(policy.rules)} rules, codebooks {policy.codebooks or 'trained from the first prompts'}"
+    rules = f"{len(policy.rules)} rule{'' if len(policy.rules) == 1 else 's'}"
+    found = f"{path or 'the built-in default'}: {rules}, codebooks {policy.codebooks or 'trained from the first prompts'}"
     warnings = policy.warnings()
     if warnings:
         return warning("policy", f"{found}; {'; '.join(warnings)}", SEE_POLICY), policy

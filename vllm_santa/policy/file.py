@@ -49,6 +49,9 @@ def parse_policy(text: str, name: str) -> Policy:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
         data = loader.construct_document(root) if root else {}
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise PolicyError(f"{name}:{line}: is not YAML: the character #x{error.character:04x} is not allowed") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{name}:{mark.line + 1}" if mark else name
