@@ -27,7 +27,7 @@ serve: setup ## Start the demo's server and leave it up
 
 test: model ## Run all tests; those that need a GPU skip
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical tests/unit tests/gpu
-	$(BIN)/python -m pytest tests/serve
+	$(BIN)/python -m pytest tests/serve tests/reliability
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
