@@ -85,7 +85,7 @@ class Runtime:
         if (shape, kv_heads) not in self._kernels:
             device = torch.device("cuda", torch.cuda.current_device())
             limits, methods = limits_of(self.vllm_config, self.policy), self.policy.possible_methods()
-            self._kernels[shape, kv_heads] = Kernels(shape, kv_heads, limits, methods, self.settings, device)
+            self._kernels[shape, kv_heads] = Kernels(shape, kv_heads, limits, methods, self.policy.subspaces, self.settings, device)
         return self._kernels[shape, kv_heads]
 
     @cached_property

@@ -200,10 +200,11 @@ class Step:
     def _write(self, index: int, layer: Attention, key: Tensor, value: Tensor, slots: Tensor) -> None:
         layer.impl.do_kv_cache_update(layer, key.contiguous(), value.contiguous(), self.caches[index], slots)
 
-    def build(self) -> SantaCudaMetadata:
+    def build(self, capture: bool = False) -> SantaCudaMetadata:
         self.layers.asked = self.asked
         with set_current_vllm_config(self.layers.config):
-            return self.layers.builder.build(0, self.common)
+            builder = self.layers.builder
+            return builder.build_for_cudagraph_capture(self.common) if capture else builder.build(0, self.common)
 
     def new_tokens(self, index: int) -> tuple[Tensor, Tensor]:
         """K and V of the step's tokens, padded: [T, H, D]."""
@@ -220,8 +221,7 @@ class Step:
         layer, (key, value) = self.layers.attention[index], self.new_tokens(index)
         self._write(index, layer, key, value, self.slots)
         output = torch.full_like(self.query, torch.nan) if output is None else output
-        flat = output.view(output.shape[0], -1)
-        layer.impl.forward(layer, self.query, key, value, self.caches[index], metadata, flat)
+        layer.impl.forward(layer, self.query, key, value, self.caches[index], metadata, output)
         return output
 
     def expected(self, token: int, row: int, context: int, index: int = 0) -> Tensor:

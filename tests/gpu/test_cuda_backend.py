@@ -111,7 +111,7 @@ def test_other_shapes(head_dim: int, heads: int, kv_heads: int, dtype: torch.dty
 def captured(step: Step, batch: list[Asked]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A graph of the step as vLLM captures it: with rows that ask for nothing."""
     asked, step.asked = step.asked, []
-    metadata = step.build()
+    metadata = step.build(capture=True)
     output = torch.full_like(step.query, torch.nan)
     step.asked = asked
     stream = torch.cuda.Stream()
@@ -155,9 +155,10 @@ def test_replays_draw_anew_and_repeat_by_seed(layers: Layers) -> None:
     assert (first != other).any(dim=-1).all()
 
 
-def test_the_step_never_waits_for_the_gpu(layers: Layers) -> None:
+@pytest.mark.parametrize("beside", [[], [Asked(4000, tokens=100, prompt=4000)]], ids=["decodes", "with a prefill"])
+def test_the_step_never_waits_for_the_gpu(layers: Layers, beside: list[Asked]) -> None:
     """Building and running a step of every method synchronises nowhere."""
-    step = layers.step([Asked(3000, method) for method in SPARSE] + [Asked(500), Asked(4000, tokens=100, prompt=4000)])
+    step = layers.step([Asked(3000, method) for method in SPARSE] + [Asked(500), *beside])
     step.run(step.build())
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -4,7 +4,7 @@ To FlashInfer a sparse row is one token long; our kernels then write its output.
 our kernels (graph_variants.py).
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -85,9 +85,7 @@ class SantaCudaMetadataBuilder(PageBuilder):
         context = vllm_config.compilation_config.static_forward_context
         self.sparse_layers: list[KernelLayer] = [context[name].impl.santa for name in layer_names if context[name].impl.santa.sparse]
         dense = [name for name in layer_names if not context[name].impl.santa.sparse]
-        self.rows = (
-            StepRows(self.sparse_layers[0].kernels, self.runtime.graph_variants, self.page_size, device) if self.sparse_layers else None
-        )
+        self.rows = StepRows(self.sparse_layers[0].kernels, self.page_size, device) if self.sparse_layers else None
         self.full: PageBuilder | None = None
         if self.sparse_layers and dense:
             self.full = PageBuilder(kv_cache_spec, dense, vllm_config, device)
@@ -115,7 +113,16 @@ class SantaCudaMetadataBuilder(PageBuilder):
             layer.train_codebook()
         full = self.full.build(0, common, fast_build) if self.full else None
         dense = super().build(0, self.rows.fill(common, plan), fast_build)
-        return _with_step(dense, self.rows.step(common, plan, dense), full)
+        step = self.rows.step(common, plan, dense)
+        self.runtime.graph_variants.needed = step.families
+        return _with_step(dense, step, full)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SantaCudaMetadata:
+        """A step without sparse rows, in which the kernels of the graph's variant are launched all the same."""
+        metadata = self.build(0, common_attn_metadata)
+        if self.rows is not None:
+            metadata.step = replace(metadata.step, families=self.runtime.graph_variants.captured)
+        return metadata
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SantaCudaMetadata:
         """Draft tokens are dense."""

@@ -12,7 +12,6 @@ from vllm_santa.attention.device_rows import DeviceRows
 from vllm_santa.attention.kernel_layer import KernelLayer
 from vllm_santa.attention.kernels import Kernels
 from vllm_santa.attention.layer import SparseStep
-from vllm_santa.graph_variants import GraphVariants
 from vllm_santa.kernel_ops import Rows
 from vllm_santa.rows import SparseToken, StepPlan
 
@@ -31,14 +30,13 @@ class CudaStep(SparseStep):
     """A SparseStep by kernels.
 
     decodes: rows of one token at the head of the batch, with what they get; families: of kernels that the methods among them need.
-    gathered: other sparse tokens. by_reference: tokens that no kernel decodes. variants: of CUDA graphs.
+    gathered: other sparse tokens. by_reference: tokens that no kernel decodes.
     """
 
     decodes: Rows | None = None
     families: frozenset[int] = frozenset()
     gathered: tuple[GatheredRows, ...] = ()
     by_reference: tuple[SparseToken, ...] = ()
-    variants: GraphVariants | None = None
 
     @classmethod
     def all_dense(cls, common: CommonAttentionMetadata, plan: StepPlan | None = None) -> "CudaStep":
@@ -50,12 +48,10 @@ class CudaStep(SparseStep):
         query, output: [>= tokens, Hq, D]. key, value: [>= tokens, H, D]. kv, codes: the cache's planes.
         """
         output = output.view(output.shape[0], -1, layer.head_dim)
-        capturing = torch.cuda.is_current_stream_capturing()
-        families = self.variants.captured if capturing and self.variants else self.families
-        if self.decodes is not None and families:
+        if self.decodes is not None and self.families:
             count = self.decodes.seq_lens.shape[0]
-            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, families, output[:count])
-        if capturing:
+            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, self.families, output[:count])
+        if torch.cuda.is_current_stream_capturing():
             return
         layer.observe(query, key, value, self)
         for part in self.gathered:
@@ -69,8 +65,7 @@ class CudaStep(SparseStep):
 class StepRows:
     """Makes the CudaStep of each step; owns the device buffers behind it."""
 
-    def __init__(self, kernels: Kernels, variants: GraphVariants, block_size: int, device: torch.device):
-        self._variants = variants
+    def __init__(self, kernels: Kernels, block_size: int, device: torch.device):
         self._kernels, self._limits, self._block_size, self._device = kernels, kernels.limits, block_size, device
         self._buffers = DeviceRows(self._limits.rows, device)
         self._dense_lens = torch.empty(self._limits.rows, dtype=torch.int32, device=device)
@@ -79,7 +74,6 @@ class StepRows:
         """Send the plan's rows of one token to the device. Returns the step as FlashInfer is to see it: those rows are one token long."""
         tokens = [token for token in plan.sparse if token.by_kernel and _alone(plan, token)]
         self._buffers.fill(tokens)
-        self._variants.needed = self._kernels.families(token.method for token in tokens)
         rows = common.num_reqs
         lengths = torch.minimum(common.seq_lens, self._buffers.limit[:rows], out=self._dense_lens[:rows])
         if not tokens:
@@ -102,7 +96,6 @@ class StepRows:
             self._kernels.families(token.method for token in decodes),
             tuple(self._gathered(common.block_table_tensor, others)),
             tuple(token for token in plan.sparse if not token.by_kernel),
-            self._variants,
         )
 
     def _decodes(self, common: CommonAttentionMetadata, count: int) -> Rows:

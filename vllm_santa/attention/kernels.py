@@ -1,7 +1,9 @@
 """The CUDA kernels that decode a batch's sparse rows, by families of methods that share launches."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,10 +11,11 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_santa.attention.workspaces import Arena
-from vllm_santa.jit import Shape
+from vllm_santa.jit import Shape, encode_spec, santa_spec, ssa_spec
 from vllm_santa.kernel_ops import VALUE_METHODS, Layer, PpsWorkspace, Rows, ValuesWorkspace, pps, sample_values
 from vllm_santa.limits import Limits
 from vllm_santa.methods import Method
+from vllm_santa.reference.fixed_point import exp2_table
 from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.ssa_ops import SSA_METHODS, CodebookBuffers, SsaWorkspace, ssa
 
@@ -36,10 +39,12 @@ class Batch:
 class Family:
     """Methods whose rows are decoded by the same launches.
 
-    workspace: (rows, kv_heads, shape, max_context, max_budget, device) -> its buffers. launch: decodes the batch's rows of these methods.
+    spec: FlashInfer's build specification of their module. workspace: (rows, kv_heads, shape, max_context, max_budget, device) -> its
+    buffers. launch: decodes the batch's rows of these methods.
     """
 
     methods: frozenset[Method]
+    spec: Any
     workspace: Callable[..., Any]
     launch: Callable[[Batch, Any, SelectionSettings], None]
 
@@ -55,30 +60,47 @@ def _values(methods: frozenset[Method]) -> Callable[[Batch, ValuesWorkspace, Sel
     return launch
 
 
-def _ssa(batch: Batch, workspace: SsaWorkspace, settings: SelectionSettings) -> None:
-    ssa(batch.query, batch.kv, batch.codes, batch.rows, batch.layer, batch.codebook, settings, batch.output, workspace)
+def _proxies(methods: tuple[Method, ...]) -> Callable[[Batch, SsaWorkspace, SelectionSettings], None]:
+    def launch(batch: Batch, workspace: SsaWorkspace, settings: SelectionSettings) -> None:
+        arguments = (batch.query, batch.kv, batch.codes, batch.rows, batch.layer, batch.codebook, settings, batch.output, workspace)
+        ssa(*arguments, methods=methods)
+
+    return launch
 
 
-def families_of(methods: Iterable[Method]) -> tuple[Family, ...]:
-    """The families that some of `methods` need, each cut down to those methods."""
+def families_of(methods: Iterable[Method], shape: Shape, subspaces: int) -> tuple[Family, ...]:
+    """The families that some of `methods` need, each cut down to those methods. subspaces: of the codebooks."""
     possible = frozenset(methods)
     values = possible & frozenset(VALUE_METHODS)
+    proxies = possible & frozenset(SSA_METHODS)
     families = (
-        Family(possible & {Method.pps}, PpsWorkspace, _pps),
-        Family(values, ValuesWorkspace, _values(values)),
-        Family(possible & frozenset(SSA_METHODS), SsaWorkspace, _ssa),
+        Family(possible & {Method.pps}, santa_spec(shape), PpsWorkspace, _pps),
+        Family(values, santa_spec(shape), ValuesWorkspace, _values(values)),
+        Family(proxies, ssa_spec(shape, subspaces), partial(SsaWorkspace, subspaces=subspaces), _proxies(tuple(proxies))),
     )
     return tuple(family for family in families if family.methods)
 
 
 class Kernels:
-    """Decodes sparse rows for layers of one head shape. Sets up on construction; allocates nothing afterwards."""
+    """Decodes sparse rows for layers of one head shape. Compiles and sets up on construction; allocates nothing afterwards.
+
+    Raises RuntimeError if a kernel cannot be compiled; `vllm-santa doctor` says what is missing.
+    """
 
     def __init__(
-        self, shape: Shape, kv_heads: int, limits: Limits, methods: Iterable[Method], settings: SelectionSettings, device: torch.device
+        self,
+        shape: Shape,
+        kv_heads: int,
+        limits: Limits,
+        methods: Iterable[Method],
+        subspaces: int,
+        settings: SelectionSettings,
+        device: torch.device,
     ):
         self.shape, self.limits, self.settings = shape, limits, settings
-        self._families = families_of(methods)
+        self._families = families_of(methods, shape, subspaces)
+        self._compile(subspaces)
+        exp2_table(device)
         self._kv_heads = kv_heads
         self._arena = Arena(device)
         self._placed: dict[int, tuple[Any, ...]] = {}
@@ -91,6 +113,16 @@ class Kernels:
             self._arena.size / 2**20,
             limits.tokens,
         )
+
+    def _compile(self, subspaces: int) -> None:
+        """Everything that layers of this shape need, side by side; a minute the first time, nothing once it is in FlashInfer's cache."""
+        specs = {family.spec.name: family.spec for family in self._families}
+        if any(method.needs_codes for family in self._families for method in family.methods):
+            encoder = encode_spec(self.shape.head_dim, self.shape.dtype, subspaces)
+            specs[encoder.name] = encoder
+        logger.info_once("Building the CUDA kernels %s, or finding them built.", ", ".join(specs))
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(lambda spec: spec.build_and_load(), specs.values()))
 
     def families(self, methods: Iterable[Method]) -> frozenset[int]:
         """Indices of the families that decode rows of these methods."""
