@@ -9,8 +9,6 @@ where it stopped; `report` prints Markdown tables and writes benchmarks/results/
 """
 
 import json
-import shlex
-import sys
 from datetime import datetime, timezone
 from hashlib import sha256
 from importlib.metadata import version
@@ -115,7 +113,7 @@ def report(
     for length in dict.fromkeys(entry.length for entry in scores):
         print(table(scores, length), end="\n\n")
     result = {
-        "command": f"python -m benchmarks.quality.ruler {shlex.join(sys.argv[1:])}",
+        "command": f"python -m benchmarks.quality.ruler report {answers.name}",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"vllm": run["vllm"], "vllm-santa": version("vllm-santa"), "ruler": RULER},
         **{name: run[name] for name in ("model", "tokenizer", "chat", "about", "prompts_sha256")},
