@@ -269,6 +269,7 @@ class FakeServer:
     def ask(self, prompt: Prompt, name: str, parameters: dict[str, Any]) -> Answer:
         with self._lock:
             if len(self.asked) == self.fails_at:
+                self.fails_at = None  # only once: whatever is asked after it shows
                 raise ConnectionError("gone")
             self.asked.append((prompt.key, name, parameters))
             self.together += 1
@@ -309,7 +310,7 @@ def test_all_configurations_of_a_prompt_follow_each_other(file: AnswerFile) -> N
 def test_a_run_goes_on_where_it_broke(file: AnswerFile) -> None:
     with pytest.raises(ConnectionError):
         ask(FakeServer(fails_at=7), file)
-    assert len(file.done) == 7
+    assert len(file.done) == 7, "nothing was asked after the error"
     second = FakeServer()
     ask(second, file)
     assert len(second.asked) == 11 and len(file.done) == 18
@@ -321,7 +322,7 @@ def test_an_error_ends_all_threads(file: AnswerFile) -> None:
     server = FakeServer(fails_at=4)
     with pytest.raises(ConnectionError):
         ask(server, file, concurrency=3)
-    assert 4 <= len(file.done) == len(server.asked) < 18
+    assert 4 <= len(file.done) == len(server.asked) <= 4 + 2, "only what was on its way"
 
 
 def test_prompts_are_asked_together(file: AnswerFile) -> None:

@@ -42,6 +42,13 @@ def ask_all(
     before, expected, stop = server.counters(), 0, threading.Event()
 
     def ask_prompt(prompt: Prompt) -> int:
+        try:
+            return ask_configurations(prompt)
+        except BaseException:
+            stop.set()  # before this thread takes the next prompt
+            raise
+
+    def ask_configurations(prompt: Prompt) -> int:
         tokens = 0
         for name in todo[prompt.key]:
             if stop.is_set():
