@@ -74,11 +74,14 @@ class Counters:
 
     def count_decoding(self, tokens: Iterable[DecodingToken]) -> None:
         """Count the decoding tokens of a step. Dense rows read all they see."""
-        for _, context, (method, _, reason, _) in tokens:
-            self.values[_INDEX["santa_rows", method.name, reason]] += 1
-            self.values[_INDEX["santa_context_tokens", method.name, ""]] += context
+        contexts: dict[tuple[Method, str], list[int]] = {}
+        for _, context, decision in tokens:
+            contexts.setdefault((decision.method, decision.reason), []).append(context)
+        for (method, reason), seen in contexts.items():
+            self.values[_INDEX["santa_rows", method.name, reason]] += len(seen)
+            self.values[_INDEX["santa_context_tokens", method.name, ""]] += sum(seen)
             if method is Method.dense:
-                self.count_read(method, context, context)
+                self.count_read(method, sum(seen), sum(seen))
 
     def count_read(self, method: Method, key_rows: float, value_rows: float) -> None:
         """Add rows read; a layer adds its share of the mean over layers."""

@@ -63,21 +63,19 @@ def plan_step(common: "CommonAttentionMetadata", runtime: "Runtime") -> StepPlan
         tokens = starts[row + 1] - starts[row]
         if tokens > 0 and request is not None:
             first = _first_decoding(tokens, contexts[row], prefilling[row], request.prompt_len, runtime.speculates)
-            spans.append((row, starts[row], tokens, contexts[row], first, request))
-    batch = sum(first < tokens for _, _, tokens, _, first, _ in spans)
-    longest = runtime.longest_sparse_row(common.num_reqs)
+            if first < tokens:
+                spans.append((row, starts[row], tokens, contexts[row], first, request))
     plan = StepPlan(starts, [], [])
-    for row, start, tokens, context, first, request in spans:
-        for i in range(first, tokens):
-            seen = context - tokens + i + 1
-            decision = _decide(runtime, request, seen, batch)
-            if seen > longest and decision.method is not Method.dense:
-                decision = NO_WORKSPACE
-            if decision.bernoulli is not None and runtime.captures_decodes:
-                decision = NO_KERNEL
-            plan.decoding.append(DecodingToken(start + i, seen, decision))
-            if decision.method is not Method.dense:
-                plan.sparse.append(SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed, decision.bernoulli))
+    if spans:
+        decide = _Decider(runtime, common.num_reqs, len(spans))
+        for row, start, tokens, context, first, request in spans:
+            for i in range(first, tokens):
+                seen = context - tokens + i + 1
+                decision = decide(request, seen)
+                plan.decoding.append(DecodingToken(start + i, seen, decision))
+                if decision.method is not _DENSE:
+                    sparse = SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed, decision.bernoulli)
+                    plan.sparse.append(sparse)
     return plan
 
 
@@ -94,14 +92,31 @@ def _first_decoding(tokens: int, context: int, prefilling: bool, prompt_len: int
     return min(max(prompt_len - (context - tokens), 0), tokens)
 
 
-def _decide(runtime: "Runtime", request: "RowRequest", context: int, batch: int) -> Decision:
-    generated = 0 if request.prompt_len is None else context - request.prompt_len
-    decision = runtime.policy.decide(RowContext(context, generated, batch, runtime.model_name), request.params)
-    if decision.method.needs_codes and not runtime.codebooks.ready:
-        return NO_CODEBOOK
-    return decision
+class _Decider:
+    """The policy's decisions within one step, less what cannot be done in it. What is the same for all rows is looked up once."""
+
+    def __init__(self, runtime: "Runtime", rows: int, decoding: int):
+        """rows: of the step, padding included. decoding: those that decode."""
+        self._decide, self._model, self._decoding = runtime.policy.decider, runtime.model_name, decoding
+        self._ready = runtime.codebooks.ready
+        self._longest = runtime.longest_sparse_row(rows)
+        self._captures = runtime.captures_decodes
+
+    def __call__(self, request: "RowRequest", context: int) -> Decision:
+        generated = 0 if request.prompt_len is None else context - request.prompt_len
+        decision = self._decide(RowContext(context, generated, self._decoding, self._model), request.params)
+        if decision.method is _DENSE:
+            return decision
+        if decision.method.needs_codes and not self._ready:
+            return NO_CODEBOOK
+        if context > self._longest:
+            return NO_WORKSPACE
+        if decision.bernoulli is not None and self._captures:
+            return NO_KERNEL
+        return decision
 
 
+_DENSE = Method.dense  # a member's look-up in its class is slow beside the rest of a decision
 NO_CODEBOOK = Decision(Method.dense, 0, "no_codebook")
 NO_WORKSPACE = Decision(Method.dense, 0, "workspace")
 NO_KERNEL = Decision(Method.dense, 0, "no_kernel")
