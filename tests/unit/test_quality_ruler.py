@@ -130,6 +130,8 @@ def test_prompt_files(tmp_path: Path) -> None:
     write_prompts(path, "words", True, [prompt(), prompt(index=1)])
     found = read_prompts(path)
     assert (found.tokenizer, found.chat, found.prompts) == ("words", True, [prompt(), prompt(index=1)])
+    write_prompts(tmp_path / "again.jsonl.gz", "words", True, [prompt(), prompt(index=1)])
+    assert (tmp_path / "again.jsonl.gz").read_bytes() == path.read_bytes(), "a run knows its prompts by their hash"
 
 
 def test_a_prompt_file_that_was_cut_off_has_no_name(tmp_path: Path) -> None:

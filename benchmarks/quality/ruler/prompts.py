@@ -4,6 +4,7 @@ import gzip
 import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,11 @@ def _too_short(task: Task, length: int, prompt: Prompt) -> ValueError:
 
 
 def write_prompts(path: Path, tokenizer: str, chat: bool, prompts: Iterable[Prompt]) -> None:
-    """Write a prompt file; only a whole one gets its name."""
+    """Write a prompt file; only a whole one gets its name. The same prompts give the same bytes."""
     part = path.with_name(path.name + ".part")
-    with gzip.open(part, "wt", encoding="utf-8") as out:
-        print(json.dumps({"ruler": RULER, "tokenizer": tokenizer, "chat": chat}), file=out)
-        for prompt in prompts:
-            print(json.dumps(asdict(prompt)), file=out)
+    with part.open("wb") as file, gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0) as out:
+        for line in chain([{"ruler": RULER, "tokenizer": tokenizer, "chat": chat}], map(asdict, prompts)):
+            out.write(json.dumps(line).encode() + b"\n")
     part.rename(path)
 
 
