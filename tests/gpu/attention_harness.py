@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_santa import request as request_module
 from vllm_santa.attention.cuda import SantaCudaBackend, SantaCudaMetadata
 from vllm_santa.codebook import Codebook
+from vllm_santa.kernel_ops import Rows
 from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.policy.budget import Budget
 from vllm_santa.policy.parameters import RequestParams
@@ -100,7 +101,7 @@ class Layers:
                 ]
             finally:
                 torch.set_default_dtype(torch.float32)
-            spec = FullAttentionSpec(self.block_size, self.kv_heads, self.head_dim, dtype=self.dtype)
+            spec = FullAttentionSpec(block_size=self.block_size, num_kv_heads=self.kv_heads, head_size=self.head_dim, dtype=self.dtype)
             self.spec = SantaCudaBackend.customize_spec(spec)
             for layer in self.attention:
                 layer.to(DEVICE)
@@ -223,6 +224,28 @@ class Step:
         output = torch.full_like(self.query, torch.nan) if output is None else output
         layer.impl.forward(layer, self.query, key, value, self.caches[index], metadata, output)
         return output
+
+    def alone(self, token: int, row: int, context: int, index: int = 0) -> Tensor:
+        """One sparse token by its kernels, as a batch of its own without vLLM around it: [Hq, D] float32. Samples do not depend on the
+        batch, so it is what the step must give."""
+        one, santa = self.asked[row], self.layers.attention[index].impl.santa
+        assert one.method is not None
+
+        def number(value: int, dtype: torch.dtype) -> Tensor:
+            return torch.tensor([value], dtype=dtype, device=DEVICE)
+
+        rows = Rows(
+            self.common.block_table_tensor[row : row + 1],
+            number(context, torch.int32),
+            number(one.method, torch.int8),
+            number(one.budget, torch.int32),
+            number(one.seed, torch.int64),
+        )
+        query = self.query[token : token + 1].contiguous()
+        output = torch.full_like(query, torch.nan)
+        kv, codes = santa.views(self.caches[index])
+        santa.launch(query, kv, codes, rows, santa.kernels.families([one.method]), output)
+        return output[0].float()
 
     def expected(self, token: int, row: int, context: int, index: int = 0) -> Tensor:
         """One token by the reference, dense where nothing sparse was asked: [Hq, D] float32."""

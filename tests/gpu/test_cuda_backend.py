@@ -28,18 +28,44 @@ def layers() -> Iterator[Layers]:
     yield made
 
 
-def assert_close(found: Tensor, expected: Tensor, note: object = "") -> None:
-    """Within the rounding of a bfloat16 output and of sums in another order."""
-    error = (found.float() - expected).norm() / expected.norm().clamp(min=1e-6)
-    assert error < 0.02, (note, error.item())
+ROUNDING = 0.02
+"""Relative error that bfloat16 outputs and sums in another order may make."""
+MOVED = 0.15
+"""The same where scores that are rounded differently may move a few of 64 draws to a neighbour."""
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.float() - expected).norm() / expected.norm().clamp(min=1e-6)).item()
+
+
+def check_token(step: Step, output: Tensor, token: int, row: int, context: int, index: int = 0) -> None:
+    """Sparse tokens against their kernels alone (which tests/gpu/test_*_kernels.py compare with the reference on the same stash), draws of
+    values also against the reference from end to end; others against exact attention."""
+    one = step.asked[row]
+    note = (one, token, context)
+    sparse = one.method not in (None, Method.dense) and step.layers.attention[index].impl.santa.sparse and one.bernoulli is None
+    if sparse and not covered(step, one, context):
+        assert error(output[token], step.alone(token, row, context, index)) < ROUNDING, note
+        if one.method.samples_values:
+            assert error(output[token], step.expected(token, row, context, index)) < MOVED, note
+    else:
+        assert error(output[token], step.expected(token, row, context, index)) < ROUNDING, note
+
+
+def covered(step: Step, one: Asked, context: int) -> bool:
+    """Whether the policy makes the row dense because its budget would read it all."""
+    if one.method.samples_values:
+        return False
+    settings = step.layers.runtime.settings
+    return one.budget + (settings.sink + settings.local if one.method.needs_codes else 0) >= context
 
 
 def check(step: Step, output: Tensor, index: int = 0) -> None:
-    """Every token of the step against the reference."""
+    """Every token of the step."""
     token = 0
     for row, one in enumerate(step.asked):
         for context in range(one.context - one.tokens + 1, one.context + 1):
-            assert_close(output[token], step.expected(token, row, context, index), (row, one, context))
+            check_token(step, output, token, row, context, index)
             token += 1
 
 
@@ -64,7 +90,7 @@ def test_a_prefill_beside_decodes_leaves_them_sparse(layers: Layers) -> None:
     assert metadata.num_prefills == 1 and [token.row for token in metadata.step.plan.sparse] == [0, 2]
     output = step.run(metadata)
     for token, row in enumerate((0, 1, 2)):
-        assert_close(output[token], step.expected(token, row, step.asked[row].context), row)
+        check_token(step, output, token, row, step.asked[row].context)
     assert not output[3:].isnan().any()
 
 
@@ -76,7 +102,7 @@ def test_recomputed_answers_are_sparse(layers: Layers) -> None:
     for token in (*range(21, 40), *range(61, 70)):
         row = int(token >= 40)
         context = step.asked[row].context - step.asked[row].tokens + 1 + (token - 40 * row)
-        assert_close(output[token], step.expected(token, row, context), token)
+        check_token(step, output, token, row, context)
 
 
 def test_bernoulli_queries_go_by_the_reference() -> None:
@@ -152,7 +178,8 @@ def test_replays_draw_anew_and_repeat_by_seed(layers: Layers) -> None:
 
     first, other, again = replay(1), replay(2), replay(1)
     assert torch.equal(first, again)
-    assert (first != other).any(dim=-1).all()
+    changed = (first != other).any(dim=-1).float().mean(dim=1)  # of the heads of each row; one huge score leaves a head no choice
+    assert (changed > 0.5).all()
 
 
 @pytest.mark.parametrize("beside", [[], [Asked(4000, tokens=100, prompt=4000)]], ids=["decodes", "with a prefill"])
@@ -174,6 +201,6 @@ def test_rows_beyond_the_buffers_are_dense_and_counted() -> None:
     assert [token.decision.reason for token in metadata.step.plan.decoding] == ["workspace"] + ["request"] * 7
     output = step.run(metadata)
     for row in range(1, 8):
-        assert_close(output[row], step.expected(row, row, 300), row)
+        check_token(step, output, row, row, 300)
     step.asked[0] = Asked(9000)
-    assert_close(output[0], step.expected(0, 0, 9000))
+    check_token(step, output, 0, 0, 9000)
