@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.models import ModelError, cache_folder, prepare
 from examples.demo.haystack import Needle, docstring_prose, messages
+from examples.demo.process import ServerError, free_port, tail
 from examples.demo.reads import Reads, counter, reads
-from examples.demo.server import ServerError, free_port, serving, tail
+from examples.demo.server import serving
 
 MODEL = "smollm2-135m"
 TOKENS = 6000

@@ -2,11 +2,6 @@
 
 import contextlib
 import os
-import signal
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,8 +12,10 @@ import httpx
 from openai import OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 
+from examples.demo.process import ServerEnded, ServerProcess, free_port, tail
+
 HERE = Path(__file__).parent
-START_SECONDS = 500
+START_SECONDS, STOP_SECONDS = 500, 20
 MODEL = "tiny"
 NOISE = 1e-3
 """Differences of log-probabilities below this are rounding; other seeds and budgets make 0.1 and more."""
@@ -93,28 +90,22 @@ class Server:
     """`with Server(model, log, "--option", "value", VARIABLE="x") as server:` waits until it serves, and ends every process of it."""
 
     def __init__(self, model: Path, log: Path, *options: str, **environment: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SANTA_")}
+        options = ("--dtype", "float32", "--enforce-eager", "--generation-config", "vllm", *options)
+        self._process = ServerProcess(model, MODEL, free_port(), log, options, inherited | ENVIRONMENT | environment)
+        self.url = self._process.address
         self.log = log
         self._http = httpx.Client(base_url=self.url, timeout=300)
-        self._command = [
-            str(Path(sys.executable).parent / "vllm"), "serve", str(model), "--served-model-name", MODEL, "--port", str(self.port),
-            "--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--generation-config", "vllm", *options,
-        ]  # fmt: skip
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SANTA_")}
-        self._environment = inherited | ENVIRONMENT | environment
 
     def run_to_failure(self, seconds: float = START_SECONDS) -> str:
         """Start a server that must not come up; returns what it said.
 
         Raises:
-            AssertionError: it serves, or has not given up after that many seconds.
+            AssertionError: it serves. ServerError: it has not given up after that many seconds.
         """
         try:
-            self._wait(seconds)
-        except _Ended:
+            self._process.start(seconds)
+        except ServerEnded:
             return self.log.read_text()
         finally:
             self._stop()
@@ -122,7 +113,7 @@ class Server:
 
     def __enter__(self) -> "Server":
         try:
-            self._wait(START_SECONDS)
+            self._process.start(START_SECONDS)
         except BaseException:
             self._stop()
             raise
@@ -133,36 +124,14 @@ class Server:
         self.client.close()
         self._stop()
 
-    def _wait(self, seconds: float) -> None:
-        with self.log.open("w") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=subprocess.STDOUT, env=self._environment, start_new_session=True
-            )
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self._process.poll() is not None:
-                raise _Ended(f"the server ended with status {self._process.returncode}:\n{self.log_tail()}")
-            with contextlib.suppress(httpx.TransportError):
-                if self.healthy():
-                    return
-            time.sleep(0.5)
-        raise AssertionError(f"the server did not serve within {seconds} s:\n{self.log_tail()}")
-
     def _stop(self) -> None:
-        self._end()
+        self._process.end(STOP_SECONDS)
         self._http.close()
-
-    def _end(self) -> None:
-        for number, seconds in ((signal.SIGTERM, 20), (signal.SIGKILL, 20)):  # the second also ends workers that outlive their parent
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(seconds)
 
     def restart(self) -> None:
         """End what is left of it, and start it again on the same port."""
-        self._end()
-        self._wait(START_SECONDS)
+        self._process.end(STOP_SECONDS)
+        self._process.start(START_SECONDS)
 
     @property
     def pid(self) -> int:
@@ -170,7 +139,7 @@ class Server:
         return self._process.pid
 
     def log_tail(self, lines: int = 60) -> str:
-        return "\n".join(self.log.read_text().splitlines()[-lines:])
+        return tail(self.log, lines)
 
     def healthy(self) -> bool:
         return self._http.get("/health").status_code == 200
@@ -210,7 +179,3 @@ class Delta:
 
     def total(self, name: str, **labels: str) -> float:
         return self.after.total(name, **labels) - self.before.total(name, **labels)
-
-
-class _Ended(Exception):
-    pass

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from examples.demo import server
+from examples.demo import process, server
 from examples.demo.haystack import Needle, docstring_prose, messages
 from examples.demo.reads import Reads, counter, reads
 
@@ -90,8 +90,8 @@ def fake_vllm(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_server_that_fails_shows_the_end_of_its_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm(tmp_path, "echo no such thing; exit 3", monkeypatch)
-    serving = server.serving(tmp_path, "m", server.free_port(), tmp_path / "logs" / "log", lambda _: None)
-    with pytest.raises(server.ServerError, match="status 3\nno such thing"), serving:
+    serving = server.serving(tmp_path, "m", process.free_port(), tmp_path / "logs" / "log", lambda _: None)
+    with pytest.raises(process.ServerError, match="status 3\nno such thing"), serving:
         pass
 
 
@@ -106,7 +106,7 @@ def test_a_signal_ends_the_servers_children_too(number: int, tmp_path: Path, mon
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    serving = server.serving(tmp_path, "m", server.free_port(), tmp_path / "log", lambda _: (tmp_path / "child").exists() and ready.set())
+    serving = server.serving(tmp_path, "m", process.free_port(), tmp_path / "log", lambda _: (tmp_path / "child").exists() and ready.set())
     with pytest.raises((SystemExit, KeyboardInterrupt)), serving:
         pass
     signal.signal(signal.SIGINT, restore)
