@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jobs
 import pytest
+import tiny_model
 from server import ENVIRONMENT, Server
 
 HERE = Path(__file__).parent
@@ -18,9 +19,12 @@ OPTIONS = (
 
 
 @pytest.fixture(scope="session")
-def busy_server(model: Path, codebooks: Path, logs: Path) -> Iterator[Server]:
+def busy_server(model: Path, codebooks: Path, logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    adapter = tmp_path_factory.mktemp("adapter")
+    tiny_model.build_adapter(adapter)
+    options = (*OPTIONS, "--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{jobs.ADAPTER}={adapter}")
     policy = codebooks.with_name("traffic.yaml")
     policy.write_text(jobs.POLICY.format(codebooks=codebooks))
     path = os.pathsep.join((str(HERE), ENVIRONMENT["PYTHONPATH"]))
-    with Server(model, logs / "traffic.log", *OPTIONS, SANTA_POLICY=str(policy), VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path) as server:
+    with Server(model, logs / "traffic.log", *options, SANTA_POLICY=str(policy), VLLM_SERVER_DEV_MODE="1", PYTHONPATH=path) as server:
         yield server

@@ -7,6 +7,7 @@ from typing import Any
 
 from server import MODEL
 
+ADAPTER = "adapter"
 LIMIT = 1536
 """Longest context of the server, and the size of its whole KV cache in tokens: one request can need all of it."""
 WINDOWS, DEFAULT_BUDGET = 32, 64
@@ -38,8 +39,9 @@ class Job:
     """One request.
 
     seed: santa_seed, which no other job has. santa: its other parameters, without their prefix. text: a chat, if not empty; else `prompt`
-    holds token ids. leaves_after: chunks of a streamed answer after which the client closes the connection; leaves_within: seconds
-    after which it closes that of an answer in one piece. refused: what it asks for cannot be had, and the answer is HTTP 400.
+    holds token ids. adapter: asks the model's LoRA adapter. leaves_after: chunks of a streamed answer after which the client closes the
+    connection; leaves_within: seconds after which it closes that of an answer in one piece. refused: what it asks for cannot be had, and
+    the answer is HTTP 400.
     """
 
     seed: int
@@ -49,6 +51,7 @@ class Job:
     text: str = ""
     sampling: dict[str, Any] = field(default_factory=dict)
     stream: bool = False
+    adapter: bool = False
     leaves_after: int | None = None
     leaves_within: float | None = None
     refused: bool = False
@@ -65,8 +68,14 @@ class Job:
         return "/v1/chat/completions" if self.text else "/v1/completions"
 
     def body(self) -> dict[str, Any]:
+        model = ADAPTER if self.adapter else MODEL
         santa = {name if name.startswith("santa_") else f"santa_{name}": value for name, value in self.santa.items()}
-        body: dict[str, Any] = {"model": MODEL, "max_tokens": self.max_tokens, "stream": self.stream, "return_token_ids": True}
+        body: dict[str, Any] = {
+            "model": model,
+            "max_tokens": self.max_tokens,
+            "stream": self.stream,
+            "return_token_ids": True,
+        }
         body["vllm_xargs"] = {"santa_seed": self.seed} | santa
         if self.text:
             body |= {"messages": [{"role": "user", "content": self.text}], "logprobs": True}
@@ -113,6 +122,7 @@ class Mix:
         tokens = choose.choice((1, 2, 8, 16, 30))
         prompt = self._prompt(int(LIMIT ** choose.random()) if choose.random() < 0.9 else LIMIT - tokens, LIMIT - tokens)
         job: dict[str, Any] = {"santa": self._santa(), "sampling": self._sampling(), "stream": choose.random() < 0.4}
+        job["adapter"] = choose.random() < 0.2
         if choose.random() < 0.2:
             job["text"] = "".join(chr(97 + token % 26) for token in prompt[:400])
         kind = choose.random()

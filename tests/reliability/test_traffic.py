@@ -24,6 +24,13 @@ REPEATED = 12
 """Answers that are asked for a second time."""
 
 
+def test_the_adapter_has_its_own_answers(busy_server: Server) -> None:
+    """What the traffic's LoRA jobs rely on."""
+    job = replace(Mix(-2).full_size(), prompt=tuple(range(200)), max_tokens=8)
+    base, adapted = send(busy_server.url, [job, replace(job, adapter=True)])
+    assert base.choices[0].tokens != adapted.choices[0].tokens
+
+
 def test_traffic(busy_server: Server, request: pytest.FixtureRequest) -> None:
     total, seed = request.config.getoption("--requests"), request.config.getoption("--traffic-seed")
     mix = Mix(seed)
@@ -105,6 +112,7 @@ def count_kinds(outcomes: list[Outcome]) -> dict[str, int]:
         "left": sum(outcome.status == 0 for outcome in outcomes),
         "streamed": sum(job.stream for job in jobs),
         "chat": sum(bool(job.text) for job in jobs),
+        "LoRA": sum(job.adapter for job in jobs),
         "n > 1": sum(job.n > 1 for job in jobs),
         "stop strings": sum("stop" in job.sampling for job in jobs),
         "guided": sum("structured_outputs" in job.sampling for job in jobs),

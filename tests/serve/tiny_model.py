@@ -1,8 +1,10 @@
 """A tiny Llama with random weights whose answers depend on its whole context, and a tokenizer of single bytes."""
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -10,7 +12,7 @@ from vllm_santa.capture import capture_qkv
 from vllm_santa.codebook import CodebookInfo, Codebooks, save_codebooks
 from vllm_santa.training import train_codebook
 
-LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
+LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 2, 4, 2, 64, 128
 BYTES = 256
 _CHAT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 _GAINS = {"q_proj": 1.6, "k_proj": 1.6, "v_proj": 1.0, "o_proj": 8.0, "lm_head": 3.0}
@@ -27,7 +29,7 @@ def build_model(folder: Path) -> None:
     """Write config, weights (the same every time) and tokenizer as a Hugging Face folder."""
     tokenizer = _byte_tokenizer()
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=QUERY_HEADS,
+        vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=QUERY_HEADS,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=8192, tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, dtype="float32",
     )  # fmt: skip
@@ -55,6 +57,20 @@ def build_codebooks(model_folder: Path, path: Path, subspaces: int = 16) -> None
         training_tokens=1024, vllm_santa_version="test",
     )  # fmt: skip
     save_codebooks(Codebooks(layers, info), path)
+
+
+def build_adapter(folder: Path, rank: int = 4) -> None:
+    """Write a LoRA adapter of the model, as PEFT does, large enough to change answers."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, heads in (("q_proj", QUERY_HEADS), ("v_proj", KV_HEADS)):
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, HIDDEN, generator=generator) / HIDDEN**0.5
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(heads * HEAD_DIM, rank, generator=generator) / rank**0.5
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj", "v_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
