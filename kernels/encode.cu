@@ -43,18 +43,19 @@ struct CachedTokens {             // tokens of whole blocks
 // Where a token's key is, and where it goes: slot -1 is nowhere.
 struct Source {
   const Half* key;
-  int64_t slot;
+  int slot;
 };
 
 __device__ __forceinline__ Source source_of(const NewTokens& tokens, const EncodePages&, int head, int t) {
   if (t >= tokens.count) return {nullptr, -1};
-  return {tokens.key + t * tokens.key_token + head * tokens.key_head, tokens.slots[t]};
+  return {tokens.key + t * tokens.key_token + head * tokens.key_head, int(tokens.slots[t])};
 }
 __device__ __forceinline__ Source source_of(const CachedTokens& tokens, const EncodePages& pages, int head, int t) {
   if (t >= tokens.count) return {nullptr, -1};
   const int at = t / pages.block_size, within = t % pages.block_size;
   const int64_t block = tokens.blocks ? tokens.blocks[at] : at;
-  return {pages.kv + block * pages.page_stride + (int64_t(head) * pages.block_size + within) * (2 * kHeadDim), block * pages.block_size + within};
+  return {pages.kv + block * pages.page_stride + (int64_t(head) * pages.block_size + within) * (2 * kHeadDim),
+          int(block) * pages.block_size + within};
 }
 
 __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -94,6 +95,31 @@ constexpr int kTransformPart = kColumnTiles * kPieces * 2 * 32;              // 
 constexpr int kCentroidPart = kTogether * 16 * kColumnTiles * 32;
 constexpr int kEncodeBytes = (kTransformPart + kCentroidPart) * 16 + kTogether * kCentroids * 4;
 
+// K and V of the block's share of the tokens, several loads at a time.
+template <int TOKENS>
+__device__ __forceinline__ void copy_rows(const NewTokens& tokens, const EncodePages& pages, int head, int first_token) {
+  constexpr int kRowChunks = kHeadDim / 8, kAtOnce = 4, kAll = TOKENS * 2 * kRowChunks;
+  const int step = gridDim.y * kEncodeThreads;
+  for (int start = blockIdx.y * kEncodeThreads + threadIdx.x; start < kAll; start += kAtOnce * step) {
+    uint4 row[kAtOnce];
+    Half* to[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int at = start + i * step, t = first_token + at / (2 * kRowChunks), chunk = at % (2 * kRowChunks);
+      const Source source = at < kAll ? source_of(tokens, pages, head, t) : Source{nullptr, -1};
+      to[i] = nullptr;
+      if (source.slot < 0) continue;
+      const Half* value = tokens.value + t * tokens.value_token + head * tokens.value_head;
+      row[i] = *reinterpret_cast<const uint4*>(chunk < kRowChunks ? source.key + chunk * 8 : value + (chunk - kRowChunks) * 8);
+      to[i] = pages.kv + int64_t(source.slot / pages.block_size) * pages.page_stride +
+              (int64_t(head) * pages.block_size + source.slot % pages.block_size) * (2 * kHeadDim) + chunk * 8;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (to[i]) store16(to[i], row[i]);
+  }
+}
+
 // A block takes TILES * 16 tokens of a KV head; 8 / TILES warps share the centroids of 16 tokens.
 template <int TILES, class Tokens>
 __global__ void __launch_bounds__(kEncodeThreads, 2) encode_kernel(Tokens tokens, EncodePages pages, EncodeBooks books, int groups_per_block) {
@@ -123,7 +149,10 @@ __global__ void __launch_bounds__(kEncodeThreads, 2) encode_kernel(Tokens tokens
     fetch(centroids, books.centroids + (int64_t(head) * kGroups + group) * kCentroidPart, kCentroidPart);
     fetch(reinterpret_cast<float4*>(norm), reinterpret_cast<const float4*>(books.norm + (int64_t(head) * M + first_subspace) * kCentroids),
           kTogether * 64);
-    asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    if constexpr (std::is_same_v<Tokens, NewTokens>)
+      if (group == first_group) copy_rows<TILES * 16>(tokens, pages, head, first_token);
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
 
     float high[kColumnTiles][4], low[kColumnTiles][4] = {};
@@ -172,7 +201,7 @@ __global__ void __launch_bounds__(kEncodeThreads, 2) encode_kernel(Tokens tokens
       int at[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) { best[i] = -INFINITY; at[i] = 0; }
-#pragma unroll 2
+#pragma unroll (kPieces <= 4 ? 4 : 2)
       for (int pair = part * kPairs; pair < (part + 1) * kPairs; ++pair) {
         float score[2][4];
 #pragma unroll
@@ -230,24 +259,10 @@ __global__ void __launch_bounds__(kEncodeThreads, 2) encode_kernel(Tokens tokens
   const int first_code = first_group * kTogether, codes = (last_group - first_group) * kTogether;
   for (int i = threadIdx.x; i < TILES * 16 * codes; i += kEncodeThreads) {
     const int t = i / codes, m = first_code + i % codes;
-    const int64_t slot = source_of(tokens, pages, head, first_token + t).slot;
+    const int slot = source_of(tokens, pages, head, first_token + t).slot;
     if (slot >= 0)
-      pages.codes[slot / pages.block_size * pages.code_stride + (int64_t(head) * pages.block_size + slot % pages.block_size) * M + m] =
+      pages.codes[int64_t(slot / pages.block_size) * pages.code_stride + (int64_t(head) * pages.block_size + slot % pages.block_size) * M + m] =
           code_of[t][m];
-  }
-  if constexpr (std::is_same_v<Tokens, NewTokens>) {
-    if (blockIdx.y > 0) return;
-    constexpr int kRowChunks = kHeadDim / 8;
-    for (int i = threadIdx.x; i < TILES * 16 * 2 * kRowChunks; i += kEncodeThreads) {
-      const int t = first_token + i / (2 * kRowChunks), chunk = i % (2 * kRowChunks);
-      const Source source = source_of(tokens, pages, head, t);
-      if (source.slot < 0) continue;
-      const Half* from = chunk < kRowChunks ? source.key + chunk * 8
-                                            : tokens.value + t * tokens.value_token + head * tokens.value_head + (chunk - kRowChunks) * 8;
-      Half* to = pages.kv + source.slot / pages.block_size * pages.page_stride +
-                 (int64_t(head) * pages.block_size + source.slot % pages.block_size) * (2 * kHeadDim) + chunk * 8;
-      store16(to, *reinterpret_cast<const uint4*>(from));
-    }
   }
 }
 

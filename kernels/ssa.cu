@@ -8,7 +8,7 @@ namespace santa {
 void ssa(TensorView q, TensorView kv, TensorView code_plane, TensorView block_table, TensorView seq_lens, TensorView method, TensorView budget,
          TensorView seed, TensorView out, ffi::Optional<TensorView> lse, TensorView exp2, TensorView query_transform, TensorView query_offset,
          TensorView centroids, TensorView tables, TensorView broken, TensorView scores, TensorView norm, TensorView codes, TensorView histogram,
-         TensorView rate, TensorView chunk_sum, TensorView chunk_taken, TensorView fine, TensorView low_weight, TensorView sample,
+         TensorView rate, TensorView mixed, TensorView chunk_sum, TensorView chunk_taken, TensorView fine, TensorView low_weight, TensorView sample,
          TensorView count, TensorView read, TensorView partial, TensorView mass, TensorView done, double scale, double soft_cap, int64_t methods,
          int64_t layer, int64_t head_offset, int64_t sink, int64_t local, double heavy_fraction, double uniform_share) {
   const DLDevice device = q.device();
@@ -28,6 +28,7 @@ void ssa(TensorView q, TensorView kv, TensorView code_plane, TensorView block_ta
                              data<float2>(norm),
                              data<int16_t>(codes),
                              data<unsigned>(histogram),
+                             data<int>(mixed),
                              data<int64_t>(chunk_sum),
                              data<int64_t>(chunk_taken),
                              data<int>(fine),
@@ -50,11 +51,11 @@ void ssa(TensorView q, TensorView kv, TensorView code_plane, TensorView block_ta
   const bool overlap = overlaps(device);
   check(proxy_tables(batch, codebooks, q.data_ptr(), float(scale), proxies, stream), "proxy_tables");
   check(proxy_scores(batch, code_pages, window, proxies, stream, overlap), "proxy_scores");
-  check(proxy_mix(batch, window, float(uniform_share), proxies, multiprocessors(device), stream, overlap), "proxy_mix");
+  check(proxy_mix(batch, window, float(uniform_share), proxies, select.rate, multiprocessors(device), stream, overlap), "proxy_mix");
   Batch adaptive = batch, fixed = batch;
   adaptive.methods &= 1u << kSsa;
   fixed.methods &= ~(1u << kSsa);
-  if (adaptive.methods) check(place(adaptive, select, pages.block_size, stream, overlap), "place");
+  if (adaptive.methods) check(place_adaptive(adaptive, select, pages.block_size, stream, overlap), "place_adaptive");
   if (fixed.methods) check(place_fixed(fixed, select, heavy_fraction, pages.block_size, proxies, stream, overlap), "place_fixed");
   check(gather_rows(batch, pages, window, Scores::make(float(scale), float(soft_cap)), q.data_ptr(), select, proxies.broken, merge,
                     out.data_ptr(), data<float>(lse), data<int>(read), stream, overlap),

@@ -1,22 +1,91 @@
 // ssa, last stage: attention over the rows taken. Windows first, then the sample; exact scores of those rows only, weights e^score / pi.
 //
 // A warp takes 16 rows at a time, copied whole into shared memory (K, then V, while the other is worked on), and runs an online softmax of
-// score - log2 pi: rows x heads on tensor cores for the scores, features x heads for the output. Blocks that share a row and KV head
-// merge in a fixed order.
+// score - log2 pi: rows x heads on tensor cores for the scores, features x heads for the output. The copies are bulk copies, one
+// instruction a row, from compute capability 9.0 on. Blocks that share a row and KV head merge in a fixed order.
 #include <algorithm>
 
 #include "ssa.cuh"
 
 namespace santa {
 
-constexpr int kRowWarps = 8, kRowThreads = 32 * kRowWarps;
+// As many warps as registers and shared memory hold: it takes that many to have enough rows on their way.
+constexpr int kRowWarps = kHeadDim == 256 && kColumns == 1 ? 12 : 8, kRowThreads = 32 * kRowWarps;
+constexpr int kRowBlocks = kHeadDim == 256 ? 1 : kColumns == 1 ? 3 : 2;
 constexpr int kChunks = kHeadDim / 8;                // 16-byte chunks of a row of K or of V
-constexpr int kTileBytes = 16 * kChunks * 16;        // 16 rows of K or of V
-constexpr int kFeatureTiles = kHeadDim / 16;             // tiles of 16 features
+constexpr int kStagedRow = kHeadDim * 2 + 16;        // in shared memory: eight rows' same chunk lie in eight different bank groups
+constexpr int kTileBytes = 16 * kStagedRow;          // 16 rows of K or of V
+constexpr int kFeatureTiles = kHeadDim / 16;         // tiles of 16 features
 constexpr int kSize = kGroup * kHeadDim;
 
-// Chunk `chunk` of row `row` of a tile: eight rows' same chunk lie in eight different bank groups.
-__device__ __forceinline__ uint32_t tile_at(uint32_t tile, int row, int chunk) { return tile + (row * kChunks + (chunk ^ (row & 7))) * 16; }
+__device__ __forceinline__ uint32_t tile_at(uint32_t tile, int row, int chunk) { return tile + row * kStagedRow + chunk * 16; }
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define SANTA_BULK_COPY 1
+#else
+#define SANTA_BULK_COPY 0
+#endif
+
+// 16 rows of K or of V on their way to a warp. Stages of a warp are issued and awaited in turns, two of them.
+struct RowStage {
+  uint32_t tile, barrier;         // in shared memory
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void start() const {
+#if SANTA_BULK_COPY
+    if (threadIdx.x % 32 == 0)
+      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::"r"(barrier)
+                   : "memory");
+    __syncwarp();
+#endif
+  }
+
+  // own: where the row of lanes 0 .. 15 is. Rows from `valid` on become zeros. After a __syncwarp behind the last read of the tile.
+  __device__ __forceinline__ void issue(const Half* own, int valid) const {
+    const int lane = threadIdx.x % 32, rows = max(0, min(valid, 16));
+#if SANTA_BULK_COPY
+    if (lane == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(rows * kHeadDim * 2) : "memory");
+    __syncwarp();
+    if (lane < rows)
+      asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(tile_at(tile, lane, 0)),
+                   "l"(own), "n"(kHeadDim * 2), "r"(barrier)
+                   : "memory");
+#else
+    constexpr int kLanes = kChunks < 32 ? kChunks : 32, kAtOnce = 32 / kLanes;
+#pragma unroll
+    for (int i = 0; i < 16 / kAtOnce; ++i) {
+      const int row = i * kAtOnce + lane / kLanes, chunk = lane % kLanes;
+      const Half* from = reinterpret_cast<const Half*>(__shfl_sync(kAll, reinterpret_cast<uint64_t>(own), row));
+      if (row < rows)
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(tile_at(tile, row, chunk)), "l"(from + chunk * 8) : "memory");
+    }
+    skip();
+#endif
+    for (int i = lane; i < (16 - rows) * kChunks; i += 32)
+      asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(tile_at(tile, rows + i / kChunks, i % kChunks)), "r"(0) : "memory");
+  }
+  // Instead of issue, where there is nothing left to come.
+  __device__ __forceinline__ static void skip() {
+#if !SANTA_BULK_COPY
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+  }
+
+  __device__ __forceinline__ void wait() {
+#if SANTA_BULK_COPY
+    uint32_t done;
+    do
+      asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                   : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
+    while (!done);
+    phase ^= 1;
+#else
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+#endif
+    __syncwarp();
+  }
+};
 
 template <bool TRANSPOSE>
 __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t at) {
@@ -65,29 +134,11 @@ struct RowList {
   }
 };
 
-struct RowLoader {
-  const Half* const* address;     // [16] of this warp, in shared memory
-
-  // Rows that do not exist become zeros.
-  __device__ __forceinline__ void copy(uint32_t tile, int valid, int offset) const {
-    constexpr int kLanes = kChunks < 32 ? kChunks : 32, kAtOnce = 32 / kLanes;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 16 / kAtOnce; ++i) {
-      const int row = i * kAtOnce + lane / kLanes, chunk = lane % kLanes;
-      asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(tile_at(tile, row, chunk)),
-                   "l"(address[row] + offset + chunk * 8), "r"(row < valid ? 16 : 0)
-                   : "memory");
-    }
-    asm volatile("cp.async.commit_group;" ::: "memory");
-  }
-};
-
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kRowThreads, kRowBlocks)
     rows_kernel(Batch batch, Pages pages, Window window, Scores scores, const Half* q, SelectBuffers select, const int* broken, SoftMerge merge,
                 Half* out, float* lse_out, int* read) {
   extern __shared__ __align__(16) char shared[];     // tiles of K and V per warp; the warps' outputs afterwards
-  __shared__ const Half* address[kRowWarps][16];
+  __shared__ __align__(8) uint64_t barrier[kRowWarps][2];
   __shared__ float2 warp_mass[kRowWarps][kGroup];
   launch_next();
   const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -115,21 +166,21 @@ __global__ void __launch_bounds__(kRowThreads)
   if (split >= active) return;
   if (split == 0 && threadIdx.x == 0) read[pair] = total;
   int tile = split * kRowWarps + warp;
-  const uint32_t keys = uint32_t(__cvta_generic_to_shared(shared)) + warp * 2 * kTileBytes, values = keys + kTileBytes;
-  const RowLoader loader{address[warp]};
+  const uint32_t tiles_at = uint32_t(__cvta_generic_to_shared(shared)) + warp * 2 * kTileBytes;
+  const uint32_t barriers = uint32_t(__cvta_generic_to_shared(barrier[warp]));
+  RowStage keys{tiles_at, barriers}, values{tiles_at + kTileBytes, barriers + 8};
+  keys.start();
+  values.start();
   const auto entry_of = [&](int of) { return lane < 16 && of * 16 + lane < total ? list.at(of * 16 + lane) : Entry{0, 0.f}; };
-  const auto locate = [&](int cache_row) {           // addresses of a tile's rows; lanes without one point at the cache's first
-    __syncwarp();
-    if (lane < 16)
-      address[warp][lane] = static_cast<const Half*>(pages.kv) + cache_row / pages.block_size * pages.page_stride +
-                            (int64_t(head) * pages.block_size + cache_row % pages.block_size) * (2 * kHeadDim);
-    __syncwarp();
+  const auto key_of = [&](int cache_row) {
+    return static_cast<const Half*>(pages.kv) + cache_row / pages.block_size * pages.page_stride +
+           (int64_t(head) * pages.block_size + cache_row % pages.block_size) * (2 * kHeadDim);
   };
   Entry entry = entry_of(tile);
   if (tile < tiles) {
-    locate(entry.cache_row);
-    loader.copy(keys, total - tile * 16, 0);
-    loader.copy(values, total - tile * 16, kHeadDim);
+    const Half* own = key_of(entry.cache_row);
+    keys.issue(own, total - tile * 16);
+    values.issue(own + kHeadDim, total - tile * 16);
   }
 
   const int r = lane / 4, c = lane % 4;
@@ -141,23 +192,21 @@ __global__ void __launch_bounds__(kRowThreads)
     const int valid = total - tile * 16, next = tile + active * kRowWarps;
     const Entry following = entry_of(next);
     const float log2_pi[2] = {__shfl_sync(kAll, entry.log2_pi, r), __shfl_sync(kAll, entry.log2_pi, r + 8)};
-    asm volatile("cp.async.wait_group 1;" ::: "memory");                           // K is here
-    __syncwarp();
-    float x[kColumns][4] = {};                       // rows r, r + 8; heads 8 j + 2 c, + 1
+    keys.wait();
+    float x[kColumns][4], odd[kColumns][4] = {};     // rows r, r + 8; heads 8 j + 2 c, + 1
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) x[j][0] = x[j][1] = x[j][2] = x[j][3] = 0.f;
 #pragma unroll
     for (int k = 0; k < kFeatureTiles; ++k) {
       uint32_t a[4];
-      load_matrices<false>(a, tile_at(keys, lane % 16, 2 * k + lane / 16));
+      load_matrices<false>(a, tile_at(keys.tile, lane % 16, 2 * k + lane / 16));
 #pragma unroll
-      for (int j = 0; j < kColumns; ++j) mma(x[j], a[0], a[1], a[2], a[3], query[j][k][0], query[j][k][1]);
+      for (int j = 0; j < kColumns; ++j) mma(k % 2 ? odd[j] : x[j], a[0], a[1], a[2], a[3], query[j][k][0], query[j][k][1]);
     }
     __syncwarp();
-    if (next < tiles) {
-      locate(following.cache_row);
-      loader.copy(keys, total - next * 16, 0);
-    } else {
-      asm volatile("cp.async.commit_group;" ::: "memory");
-    }
+    const Half* next_key = key_of(following.cache_row);
+    if (next < tiles) keys.issue(next_key, total - next * 16);
+    else RowStage::skip();
 
     uint32_t weight[kColumns][2];                    // B operand: rows by heads
 #pragma unroll
@@ -167,8 +216,8 @@ __global__ void __launch_bounds__(kRowThreads)
       for (int e = 0; e < 2; ++e) {
         float& low = x[j][e];
         float& high = x[j][2 + e];
-        low = r < valid ? scores(low) - log2_pi[0] : -INFINITY;
-        high = r + 8 < valid ? scores(high) - log2_pi[1] : -INFINITY;
+        low = r < valid ? scores(low + odd[j][e]) - log2_pi[0] : -INFINITY;
+        high = r + 8 < valid ? scores(high + odd[j][2 + e]) - log2_pi[1] : -INFINITY;
         float higher = fmaxf(low, high);
 #pragma unroll
         for (int d = 4; d < 32; d *= 2) higher = fmaxf(higher, __shfl_xor_sync(kAll, higher, d));
@@ -187,22 +236,20 @@ __global__ void __launch_bounds__(kRowThreads)
 #pragma unroll
           for (int e = 0; e < 4; ++e) acc[j][f][e] *= factor[e % 2];
     }
-    asm volatile("cp.async.wait_group 1;" ::: "memory");                           // V is here
-    __syncwarp();
+    values.wait();
 #pragma unroll
     for (int f = 0; f < kFeatureTiles; ++f) {
       uint32_t a[4];
-      load_matrices<true>(a, tile_at(values, lane % 8 + lane / 16 * 8, 2 * f + lane / 8 % 2));
+      load_matrices<true>(a, tile_at(values.tile, lane % 8 + lane / 16 * 8, 2 * f + lane / 8 % 2));
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) mma(acc[j][f], a[0], a[1], a[2], a[3], weight[j][0], weight[j][1]);
     }
     __syncwarp();
-    if (next < tiles) loader.copy(values, total - next * 16, kHeadDim);
-    else asm volatile("cp.async.commit_group;" ::: "memory");
+    if (next < tiles) values.issue(next_key + kHeadDim, total - next * 16);
+    else RowStage::skip();
     entry = following;
     tile = next;
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
 
   // The warps' outputs, each at the block's maximum, in shared memory: [kRowWarps, kSize].
 #pragma unroll

@@ -1,13 +1,15 @@
 // ssa, stage 3: the heads' log-sum-exps, then one weight q per key and KV head: the mean over the heads of softmax(proxy), with its uniform
-// share. Left behind: q's 16-bit log-code, excluded in the windows and beyond the row, and the histogram of the codes.
+// share. Left behind: q's 16-bit log-code, excluded in the windows and beyond the row, the histogram of the codes, and lambda, by the block
+// that is last to add to the histogram.
 #include "proxy_schedule.cuh"
+#include "rate.cuh"
 #include "ssa.cuh"
 
 namespace santa {
 
 constexpr int kMixThreads = 256;
 constexpr int kMixWarps = kMixThreads / 32;
-constexpr int kMixBlocks = kQuads <= 2 ? 4 : 2;                        // blocks a multiprocessor holds
+constexpr int kMixBlocks = kQuads <= 2 ? 3 : 2;                        // blocks a multiprocessor holds
 constexpr int kMixTokens = 4;                        // tokens of a thread
 
 // bias[h]: what is taken off a proxy of head h before it is raised to a power. By all warps.
@@ -36,10 +38,12 @@ __device__ void head_biases(const ProxyBuffers& in, const NormSlots& slots, int6
   }
 }
 
-__global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batch, Window window, float uniform_share, ProxyBuffers buffers) {
+__global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batch, Window window, float uniform_share, ProxyBuffers buffers, int* rate) {
   extern __shared__ int before[];                    // [rows + 1]
   __shared__ __align__(16) unsigned histogram[kBins];
   __shared__ float shared_bias[4 * kQuads];
+  __shared__ RateSolver::Shared solver_shared;
+  __shared__ bool last;
   for (int b = threadIdx.x; b < kBins; b += kMixThreads) histogram[b] = 0;
   if (threadIdx.x < 4 * kQuads) shared_bias[threadIdx.x] = INFINITY;    // heads past the group weigh nothing
   count_units<kMixThreads>(batch, before);
@@ -53,18 +57,19 @@ __global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batc
     const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
     const NormSlots slots(batch, before, s.row, s.head, units, buffers.norm_slots);
     const uint2* scores = buffers.scores + pair * kQuads * batch.max_units * kUnit;
-    uint2 x[kQuads][kMixTokens];
-    const auto load = [&](int token) {
+    const int stop = s.last * kUnit;
+    uint2 x[kQuads][kMixTokens], following[kQuads][kMixTokens];
+    const auto load = [&](uint2 (&to)[kQuads][kMixTokens], int token) {
+      if (token >= stop) return;
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad)
 #pragma unroll
         for (int i = 0; i < kMixTokens / 2; ++i)
-          reinterpret_cast<uint4*>(x[quad])[i] =
+          reinterpret_cast<uint4*>(to[quad])[i] =
               __ldcg(reinterpret_cast<const uint4*>(scores + int64_t(quad) * batch.max_units * kUnit + token) + i);
     };
     int token = s.first * kUnit + threadIdx.x * kMixTokens;
-    const int stop = s.last * kUnit;
-    if (token < stop) load(token);
+    load(x, token);
     head_biases(buffers, slots, pair, units, uniform_share, shared_bias);
     __syncthreads();
     float bias[4 * kQuads];
@@ -73,7 +78,7 @@ __global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batc
     const int begin = window.begin(s.length), selectable_end = window.end(s.length);
     const float uniform = uniform_share / float(max(1, selectable_end - begin));
     while (token < stop) {
-      uint2 word;
+      load(following, token + kMixThreads * kMixTokens);
       uint32_t packed[kMixTokens / 2] = {};
 #pragma unroll
       for (int i = 0; i < kMixTokens; ++i) {
@@ -86,16 +91,18 @@ __global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batc
                exp2_fast(high.y - bias[4 * quad + 3]);
         }
         int code = kExcluded;
-        if (token + i >= begin && token + i < selectable_end) {
-          code = max(-32767, min(32767, __float2int_rd(256.f * log2_fast(fmaxf(q, 1e-37f)))));
+        if (unsigned(token + i - begin) < unsigned(selectable_end - begin)) {
+          code = __float2int_rd(256.f * log2_fast(fmaxf(q, 1e-37f)));      // q is at most about 1: no code is out of range
           atomicAdd(&histogram[(code + 32768) >> kBinShift], 1u);
         }
         packed[i / 2] |= uint32_t(uint16_t(code)) << 16 * (i % 2);
       }
-      word = make_uint2(packed[0], packed[1]);
-      *reinterpret_cast<uint2*>(buffers.codes + pair * batch.max_units * kUnit + token) = word;
+      *reinterpret_cast<uint2*>(buffers.codes + pair * batch.max_units * kUnit + token) = make_uint2(packed[0], packed[1]);
       token += kMixThreads * kMixTokens;
-      if (token < stop) load(token);
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad)
+#pragma unroll
+        for (int i = 0; i < kMixTokens; ++i) x[quad][i] = following[quad][i];
     }
     __syncthreads();
     unsigned* total = buffers.histogram + pair * kBins;
@@ -109,14 +116,27 @@ __global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batc
       four = uint4{0, 0, 0, 0};
     }
     __syncthreads();
+    if (threadIdx.x == 0) {
+      const int all = ceil_div(s.length, kUnit);
+      __threadfence();
+      last = atomicAdd(buffers.mixed + pair, s.last - s.first) + s.last - s.first == all;
+      __threadfence();
+    }
+    __syncthreads();
+    if (last && threadIdx.x < kRateThreads) {
+      RateSolver solver{solver_shared};
+      solver.load(buffers.histogram + pair * kBins);
+      solver.solve(batch.budget[s.row], rate + pair);
+    }
     at += s.last - s.first;
+    if (at < end) __syncthreads();
   }
 }
 
-cudaError_t proxy_mix(const Batch& batch, const Window& window, float uniform_share, const ProxyBuffers& buffers, int blocks,
+cudaError_t proxy_mix(const Batch& batch, const Window& window, float uniform_share, const ProxyBuffers& buffers, int* rate, int blocks,
                       cudaStream_t stream, bool overlap) {
   return launch(mix_kernel, dim3(blocks * kMixBlocks), kMixThreads, (batch.rows + 1) * sizeof(int), stream, overlap, batch, window,
-                uniform_share, buffers);
+                uniform_share, buffers, rate);
 }
 
 }  // namespace santa

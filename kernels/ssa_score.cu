@@ -1,17 +1,21 @@
 // ssa, stage 2: the scan of the codes. A key's proxy is the sum of one table entry per subspace, for four heads with every look-up.
 //
-// Lane l looks up subspace (t xor l) of its own key at step t, so the 16 lanes of half a warp always read 16 different subspaces, which
-// lie in different banks whatever the codes are. What is left behind: every key's proxies as fp16, and for each head (m, s): the keys
-// outside the windows that a block has seen weigh s * 2^m.
+// Lane l looks up subspace (l + t) mod 16 of its own key at step t, so the 16 lanes of half a warp always read 16 different subspaces, which
+// lie in different banks whatever the codes are. A centroid's row has every entry twice, so that l + t needs no modulo: an address is the
+// code byte, a constant of the lane and a constant of the step. What is left behind: every key's proxies as fp16, and for each
+// head (m, s): the keys outside the windows that a block has seen weigh s * 2^m.
 #include "proxy_schedule.cuh"
 #include "ssa.cuh"
 
 namespace santa {
 
-constexpr int kScanThreads = 384;
-constexpr int kScanWarps = kScanThreads / 32;
-constexpr int kScanBlocks = 2;                       // blocks a multiprocessor holds
-constexpr int kAtOnce = 2 * kTableBytes <= 65536 && kQuads > 1 ? 2 : 1;     // quads of heads scored in one go
+// In shared memory a row of 256 bytes for every centroid of 16 subspaces and a quad of heads: a table of 64 KB.
+constexpr int kRow = 256, kTable = kCentroids * kRow;
+constexpr int kHalves = kSubspaces == 32 ? 2 : 1;                                            // tables of a quad
+constexpr int kAtOnce = kQuads > 1 && kHalves == 1 ? 2 : 1;                                  // quads scored in one go
+constexpr int kTables = kAtOnce * kHalves;
+constexpr int kScanBlocks = kTables == 1 ? 2 : 1;                                            // blocks a multiprocessor holds
+constexpr int kScanThreads = 768 / kScanBlocks, kScanWarps = kScanThreads / 32;
 
 struct KeyCode {
   static constexpr int M = kSubspaces, kWords = M / 4;
@@ -30,51 +34,69 @@ struct KeyCode {
     }
   }
 
-  // Byte t becomes byte (t xor lane % M).
-  __device__ __forceinline__ void permute(int lane, uint32_t within_word) {
+  // Every 16 bytes (8, if there are no more) begin with byte `lane` of `from`.
+  __device__ __forceinline__ void rotate(const KeyCode& from, int lane) {
+    constexpr int kCycle = kWords < 4 ? kWords : 4;
 #pragma unroll
-    for (int s = kWords / 2; s > 0; s /= 2)
+    for (int first = 0; first < kWords; first += kCycle) {
+      uint32_t now[kCycle];
 #pragma unroll
-      for (int i = 0; i < kWords; ++i)
-        if (!(i & s)) {
-          const bool swap = lane & 4 * s;
-          const uint32_t low = swap ? word[i | s] : word[i], high = swap ? word[i] : word[i | s];
-          word[i] = low; word[i | s] = high;
-        }
+      for (int i = 0; i < kCycle; ++i) now[i] = from.word[first + i];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) word[i] = __byte_perm(word[i], 0, within_word);
+      for (int s = 1; s < kCycle; s *= 2) {
+        const bool turn = lane & 4 * s;
+        uint32_t next[kCycle];
+#pragma unroll
+        for (int i = 0; i < kCycle; ++i) next[i] = turn ? now[(i + s) % kCycle] : now[i];
+#pragma unroll
+        for (int i = 0; i < kCycle; ++i) now[i] = next[i];
+      }
+#pragma unroll
+      for (int i = 0; i < kCycle; ++i) word[first + i] = __funnelshift_r(now[i], now[(i + 1) % kCycle], lane % 4 * 8);
+    }
   }
 };
 
-// Log-domain sum that follows its maximum in large steps only: exact in float32, and rarely rescaled.
-template <int HEADS>
+// Log-domain sums of QUADS * 4 heads that follow their maxima in large steps only: exact in float32, and rarely rescaled.
+template <int QUADS>
 struct LogSum {
-  float top[HEADS], sum[HEADS];
+  float top[4 * QUADS], sum[4 * QUADS];
+  __half2 limit[2 * QUADS];                          // top + 40
 
   __device__ void clear() {
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) { top[h] = -1e30f; sum[h] = 0.f; }
+    for (int h = 0; h < 4 * QUADS; ++h) { top[h] = -1e30f; sum[h] = 0.f; }
+#pragma unroll
+    for (int k = 0; k < 2 * QUADS; ++k) limit[k] = __floats2half2_rn(-INFINITY, -INFINITY);
   }
-  __device__ __forceinline__ void add(const float (&x)[HEADS]) {
-    float above = x[0] - top[0];
+  __device__ __forceinline__ void add(const __half2 (&pairs)[2 * QUADS]) {
+    float x[4 * QUADS];
+    bool within = true;
 #pragma unroll
-    for (int h = 1; h < HEADS; ++h) above = fmaxf(above, x[h] - top[h]);
-    if (above > 40.f)
+    for (int k = 0; k < 2 * QUADS; ++k) {
+      const float2 two = __half22float2(pairs[k]);
+      x[2 * k] = two.x; x[2 * k + 1] = two.y;
+      within &= __hble2(pairs[k], limit[k]);
+    }
+    if (!within) {
 #pragma unroll
-      for (int h = 0; h < HEADS; ++h) {
+      for (int h = 0; h < 4 * QUADS; ++h) {
         const float higher = fmaxf(top[h], x[h]);
         sum[h] *= exp2_fast(top[h] - higher);
         top[h] = higher;
       }
 #pragma unroll
-    for (int h = 0; h < HEADS; ++h) sum[h] += exp2_fast(x[h] - top[h]);
+      for (int k = 0; k < 2 * QUADS; ++k) limit[k] = __floats2half2_rn(top[2 * k] + 40.f, top[2 * k + 1] + 40.f);
+    }
+#pragma unroll
+    for (int h = 0; h < 4 * QUADS; ++h) sum[h] += exp2_fast(x[h] - top[h]);
   }
 };
 
 __global__ void __launch_bounds__(kScanThreads, kScanBlocks) scan_kernel(Batch batch, CodePages pages, Window window, ProxyBuffers out) {
   constexpr int M = kSubspaces, kHeads = 4 * kAtOnce;
   extern __shared__ __align__(16) char shared[];
-  int* before = reinterpret_cast<int*>(shared + kAtOnce * kTableBytes);
+  int* before = reinterpret_cast<int*>(shared + kTables * kTable);
   __shared__ float2 warp_norm[kScanWarps][kHeads];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   count_units<kScanThreads>(batch, before);
@@ -82,89 +104,83 @@ __global__ void __launch_bounds__(kScanThreads, kScanBlocks) scan_kernel(Batch b
   const int64_t units = int64_t(before[batch.rows]) * batch.kv_heads;
   int64_t at = units * blockIdx.x / gridDim.x;
   const int64_t end = units * (blockIdx.x + 1) / gridDim.x;
-  const uint32_t selector = 0x3210u ^ (lane & 3) * 0x1111u;
   const int per_block = pages.block_size / 16;
-  const uint32_t reciprocal = uint32_t((uint64_t(1) << 32) / per_block) + 1;
-  uint32_t base[M];
-#pragma unroll
-  for (int t = 0; t < M; ++t) base[t] = uint32_t(__cvta_generic_to_shared(shared)) + ((lane & (kSlots - 1)) ^ t) * 8;
-  wait_previous();
+  const uint32_t reciprocal = uint32_t((uint64_t(1) << 32) / per_block) + 1, page_stride = uint32_t(pages.page_stride);
+  const uint32_t lane_slot = lane % 16 * 8;
 
+  if (at == end) wait_previous();
   while (at < end) {
     const Segment s = segment_at(batch, before, at, end);
     const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
     const int* table = batch.block_table + s.row * batch.table_stride;
-    const uint8_t* head_codes = pages.codes + int64_t(s.head) * pages.block_size * M;
-    const int selectable = window.begin(s.length), selectable_end = window.end(s.length);
-    // Tokens beyond the row repeat its last one.
-    const auto sixteen_of = [&](int unit, int i) { return min(unit * kUnit + 32 * i + lane, s.length - 1) / 16; };
+    asm("" : "+l"(table));                           // kept in registers, not computed again for every key
+    const uint8_t* lane_codes = pages.codes + int64_t(s.head) * pages.block_size * M + lane % 16 * M;
+    const int selectable = window.begin(s.length), selectable_tokens = window.end(s.length) - selectable;
+    const int last_sixteen = (s.length - 1) / 16;    // tokens go by sixteens, which lie in one block; those beyond the row repeat its last
+    const auto sixteen_of = [&](int unit, int i) { return min(unit * (kUnit / 16) + 2 * i + lane / 16, last_sixteen); };
     const auto column_of = [&](int sixteen) { return per_block == 1 ? sixteen : int(__umulhi(sixteen, reciprocal)); };
-    const auto address_of = [&](int unit, int i, int block) {
-      const int token = min(unit * kUnit + 32 * i + lane, s.length - 1), sixteen = token / 16;
-      return head_codes + block * pages.page_stride + ((sixteen - column_of(sixteen) * per_block) * 16 + token % 16) * M;
+    const auto address_of = [&](int sixteen, int block) {
+      return lane_codes + uint64_t(uint32_t(block)) * page_stride + (sixteen - column_of(sixteen) * per_block) * (16 * M);
     };
     for (int first = 0; first < kQuads; first += kAtOnce) {
       const int quads = min(kAtOnce, kQuads - first);
-      __syncthreads();
-      const uint4* from = reinterpret_cast<const uint4*>(out.tables + (pair * kQuads + first) * kCentroids * kSlots);
-      for (int i = threadIdx.x; i < quads * kTableBytes / 16; i += kScanThreads) reinterpret_cast<uint4*>(shared)[i] = __ldcg(from + i);
-
-      int unit = s.first + warp;
-      KeyCode code[2], following[2];
+      KeyCode code[2];
       int block[2];
       const int last = s.last - 1;
+      int unit = s.first + warp;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const int now = min(unit, last);
-        code[i].load(address_of(now, i, table[column_of(sixteen_of(now, i))]));
-        block[i] = table[column_of(sixteen_of(min(unit + kScanWarps, last), i))];
+        const int sixteen = sixteen_of(min(unit, last), i);
+        code[i].load(address_of(sixteen, __ldg(table + column_of(sixteen))));
+        block[i] = __ldg(table + column_of(sixteen_of(min(unit + kScanWarps, last), i)));
+      }
+      wait_previous();                               // the codes do not depend on the stage before; the tables do
+      __syncthreads();
+      const uint4* from = reinterpret_cast<const uint4*>(out.tables + (pair * kQuads + first) * kCentroids * kSlots);
+      constexpr int kParts = kSlots / 2;             // 16-byte parts of a centroid's entries
+      for (int i = threadIdx.x; i < quads * kCentroids * kParts; i += kScanThreads) {
+        const uint4 two = __ldcg(from + i);
+        const int slot = i % kParts * 2, centroid = i / kParts % kCentroids, quad = i / (kParts * kCentroids);
+        char* to = shared + (quad * kHalves + slot / 16) * kTable + centroid * kRow + slot % 16 * 8;
+        *reinterpret_cast<uint4*>(to) = two;
+        *reinterpret_cast<uint4*>(to + kRow / 2) = two;
       }
       __syncthreads();
-      LogSum<kHeads> norm;
+      LogSum<kAtOnce> norm;
       norm.clear();
+      uint2* lane_scores = out.scores + (pair * kQuads + first) * batch.max_units * kUnit + lane;
+      asm("" : "+l"(lane_scores));
       for (; unit < s.last; unit += kScanWarps) {
-        const int next = min(unit + kScanWarps, last), after = min(unit + 2 * kScanWarps, last);
+        KeyCode rotated[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          following[i].load(address_of(next, i, block[i]));
-          block[i] = table[column_of(sixteen_of(after, i))];
+          rotated[i].rotate(code[i], lane);
+          code[i].load(address_of(sixteen_of(min(unit + kScanWarps, last), i), block[i]));
+          block[i] = __ldg(table + column_of(sixteen_of(min(unit + 2 * kScanWarps, last), i)));
         }
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          code[i].permute(lane, selector);
           __half2 sum[2 * kAtOnce];
 #pragma unroll
-          for (int k = 0; k < 2 * kAtOnce; ++k) sum[k] = __half2{};
-#pragma unroll
           for (int t = 0; t < M; ++t) {
-            constexpr int kShift = kSlots == 32 ? 8 : 7;         // bytes of a centroid's entries, as a power of two
-            const uint32_t word = code[i].word[t / 4];
-            const int up = kShift - t % 4 * 8;
-            const uint32_t offset = (up >= 0 ? word << up : word >> -up) & (255u << kShift);
-            const uint32_t entry = base[t] + offset;
+            // Bytes of the address: the lane's slot, the code, zero, zero.
+            const uint32_t entry = __byte_perm(rotated[i].word[t / 4], lane_slot, 0x5504 | t % 4 << 4);
 #pragma unroll
             for (int k = 0; k < kAtOnce; ++k) {
-              uint2 v;
-              asm("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(entry + k * kTableBytes));
-              sum[2 * k] = __hadd2(sum[2 * k], *reinterpret_cast<const __half2*>(&v.x));
-              sum[2 * k + 1] = __hadd2(sum[2 * k + 1], *reinterpret_cast<const __half2*>(&v.y));
+              const uint2 v = *reinterpret_cast<const uint2*>(shared + entry + (k * kHalves + t / 16) * kTable + t % 16 * 8);
+              const __half2 low = *reinterpret_cast<const __half2*>(&v.x), high = *reinterpret_cast<const __half2*>(&v.y);
+              sum[2 * k] = t ? __hadd2(sum[2 * k], low) : low;
+              sum[2 * k + 1] = t ? __hadd2(sum[2 * k + 1], high) : high;
             }
           }
-          const int token = unit * kUnit + 32 * i + lane;
+          const int token = unit * kUnit + 32 * i;
 #pragma unroll
           for (int k = 0; k < kAtOnce; ++k)
             if (k < quads)
-              out.scores[(pair * kQuads + first + k) * batch.max_units * kUnit + token] =
-                  make_uint2(*reinterpret_cast<const uint32_t*>(&sum[2 * k]), *reinterpret_cast<const uint32_t*>(&sum[2 * k + 1]));
-          if (token >= selectable && token < selectable_end) {
-            float x[kHeads];
-#pragma unroll
-            for (int k = 0; k < 2 * kAtOnce; ++k) { const float2 two = __half22float2(sum[k]); x[2 * k] = two.x; x[2 * k + 1] = two.y; }
-            norm.add(x);
-          }
+              __stcg(lane_scores + int64_t(k) * batch.max_units * kUnit + token,
+                     make_uint2(*reinterpret_cast<const uint32_t*>(&sum[2 * k]), *reinterpret_cast<const uint32_t*>(&sum[2 * k + 1])));
+          if (unsigned(token + lane - selectable) < unsigned(selectable_tokens)) norm.add(sum);
         }
-#pragma unroll
-        for (int i = 0; i < 2; ++i) code[i] = following[i];
       }
 
 #pragma unroll
@@ -194,7 +210,7 @@ __global__ void __launch_bounds__(kScanThreads, kScanBlocks) scan_kernel(Batch b
 
 cudaError_t proxy_scores(const Batch& batch, const CodePages& pages, const Window& window, const ProxyBuffers& out, cudaStream_t stream,
                          bool overlap) {
-  return launch(scan_kernel, dim3(out.norm_slots), kScanThreads, kAtOnce * kTableBytes + (batch.rows + 1) * sizeof(int), stream, overlap, batch,
+  return launch(scan_kernel, dim3(out.norm_slots), kScanThreads, kTables * kTable + (batch.rows + 1) * sizeof(int), stream, overlap, batch,
                 pages, window, out);
 }
 

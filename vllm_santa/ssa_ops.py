@@ -127,8 +127,8 @@ class SsaWorkspace:
         units, chunks, quads = -(-max_context // UNIT), -(-max_context // CHUNK), -(-shape.group // _QUAD)
         samples = max_budget + max_budget // 16 + 2  # bins are counted at their middle: off by at most 4.4 %
         processors = torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else 132
-        resident = processors * (1 if shape.head_dim == 256 else 2)  # blocks of the gather that run at a time
-        splits = max(1, min(-(-samples // _ROWS) + 2, -(-resident // (rows * kv_heads))))
+        resident = 1 if shape.head_dim == 256 else 3 if shape.group <= 8 else 2  # blocks of the gather on a multiprocessor
+        splits = _gather_splits(rows * kv_heads, processors * resident, -(-samples // _ROWS) + 2)
 
         def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(rows, kv_heads, *size, dtype=dtype, device=device)
@@ -140,6 +140,7 @@ class SsaWorkspace:
         self.codes = empty(units * UNIT, dtype=torch.int16)
         self.histogram = empty(65536 >> BIN_BITS, dtype=torch.int32)
         self.rate = empty(dtype=torch.int32)
+        self.mixed = empty(dtype=torch.int32)
         self.chunk_sum = empty(chunks, dtype=torch.int64)
         self.chunk_taken = empty(chunks, dtype=torch.int64)
         self.fine = empty(chunks + 1, 1 << BIN_BITS, dtype=torch.int32)
@@ -156,8 +157,8 @@ class SsaWorkspace:
     def buffers(self) -> tuple[Tensor, ...]:
         """In the order the kernels take them."""
         return (
-            self.tables, self.broken, self.scores, self.norm, self.codes, self.histogram, self.rate, self.chunk_sum, self.chunk_taken,
-            self.fine, self.low_weight, self.sample, self.count, self.read, self.partial, self.mass, self.done,
+            self.tables, self.broken, self.scores, self.norm, self.codes, self.histogram, self.rate, self.mixed, self.chunk_sum,
+            self.chunk_taken, self.fine, self.low_weight, self.sample, self.count, self.read, self.partial, self.mass, self.done,
         )  # fmt: skip
 
 
@@ -189,6 +190,18 @@ def ssa(
         *buffers.query_side(), *workspace.buffers(), layer.scale, layer.soft_cap, sum(1 << method for method in methods), layer.layer,
         layer.head_offset, settings.sink, settings.local, settings.heavy_fraction, settings.uniform_share,
     )  # fmt: skip
+
+
+def _gather_splits(pairs: int, resident: int, most: int) -> int:
+    """Blocks of the gather that share a row and KV head: what keeps `resident` blocks busy to the end, no more than `most`."""
+
+    def busy(splits: int) -> float:
+        blocks = pairs * splits
+        return blocks / (-(-blocks // resident) * resident)
+
+    choices = range(1, max(1, min(most, -(-resident // pairs) * 2)) + 1)
+    best = max(map(busy, choices))
+    return next(splits for splits in choices if busy(splits) > best - 0.02)  # few, for merging them takes time
 
 
 def _check_planes(kv: Tensor, codes: Tensor, buffers: CodebookBuffers) -> None:

@@ -29,7 +29,7 @@ LLAMA = [Case(32, 8, 128, context * K, batch) for context, batch in ((32, 1), (3
 RATIOS = (50, 20, 10)
 SETTINGS = SelectionSettings()
 WINDOWS = SETTINGS.sink + SETTINGS.local
-STAGES = {"tables": "tables_kernel", "score": "scan_kernel", "mix": "mix_kernel", "place": "place_kernel", "gather": "rows_kernel"}
+STAGES = {"tables": "tables_kernel", "score": "scan_kernel", "mix": "mix_kernel", "place": "place_adaptive_kernel", "gather": "rows_kernel"}
 PEAK = 3.0
 """Standard deviation of the scores, in nats."""
 
