@@ -8,7 +8,7 @@ namespace santa {
 void ssa(TensorView q, TensorView kv, TensorView code_plane, TensorView block_table, TensorView seq_lens, TensorView method, TensorView budget,
          TensorView seed, TensorView out, ffi::Optional<TensorView> lse, TensorView exp2, TensorView query_transform, TensorView query_offset,
          TensorView centroids, TensorView tables, TensorView broken, TensorView scores, TensorView norm, TensorView codes, TensorView histogram,
-         TensorView rate, TensorView mixed, TensorView chunk_sum, TensorView chunk_taken, TensorView fine, TensorView low_weight, TensorView sample,
+         TensorView rate, TensorView chunk_sum, TensorView chunk_taken, TensorView fine, TensorView low_weight, TensorView sample,
          TensorView count, TensorView read, TensorView partial, TensorView mass, TensorView done, double scale, double soft_cap, int64_t methods,
          int64_t layer, int64_t head_offset, int64_t sink, int64_t local, double heavy_fraction, double uniform_share) {
   const DLDevice device = q.device();
@@ -28,7 +28,6 @@ void ssa(TensorView q, TensorView kv, TensorView code_plane, TensorView block_ta
                              data<float2>(norm),
                              data<int16_t>(codes),
                              data<unsigned>(histogram),
-                             data<int>(mixed),
                              data<int64_t>(chunk_sum),
                              data<int64_t>(chunk_taken),
                              data<int>(fine),
@@ -51,7 +50,7 @@ void ssa(TensorView q, TensorView kv, TensorView code_plane, TensorView block_ta
   const bool overlap = overlaps(device);
   check(proxy_tables(batch, codebooks, q.data_ptr(), float(scale), proxies, stream), "proxy_tables");
   check(proxy_scores(batch, code_pages, window, proxies, stream, overlap), "proxy_scores");
-  check(proxy_mix(batch, window, float(uniform_share), proxies, select.rate, multiprocessors(device), stream, overlap), "proxy_mix");
+  check(proxy_mix(batch, window, float(uniform_share), proxies, multiprocessors(device), stream, overlap), "proxy_mix");
   Batch adaptive = batch, fixed = batch;
   adaptive.methods &= 1u << kSsa;
   fixed.methods &= ~(1u << kSsa);

@@ -11,7 +11,6 @@ enum ProxyMethod { kSsa = 7, kSsaFixed = 8, kTopk = 9, kUniformTail = 10 };
 constexpr int kQuads = ceil_div(kGroup, 4);          // four query heads share an entry of a look-up table, as fp16
 // Entries of a table for one centroid: half a warp reads 16 of them in 16 different banks, so 8 subspaces come twice.
 constexpr int kSlots = kSubspaces < 16 ? 16 : kSubspaces;
-constexpr int kPlaceChunk = 16384;                   // tokens one block of the placement covers
 
 struct CodePages {                // [blocks, kv_heads, block_size, subspaces], dense within a block
   const uint8_t* codes;
@@ -40,7 +39,6 @@ struct ProxyBuffers {             // P = rows * kv_heads pairs of a row and a KV
   float2* norm;                   // [P, norm_slots, group] (m, s): a block's keys weigh s * 2^m
   int16_t* codes;                 // [P, max_units * kUnit]
   unsigned* histogram;            // [P, kBins]
-  int* mixed;                     // [P] units mixed so far
   int64_t* chunk_sum;             // [P, max_chunks] of the placement
   int64_t* chunk_taken;           // [P, max_chunks] of place_fixed
   int* fine;                      // [P, max_chunks + 1, 32] codes of the threshold's bin, in a chunk and in all
@@ -50,7 +48,7 @@ struct ProxyBuffers {             // P = rows * kv_heads pairs of a row and a KV
 
 cudaError_t proxy_tables(const Batch&, const Codebooks&, const void* q, float scale, const ProxyBuffers&, cudaStream_t);
 cudaError_t proxy_scores(const Batch&, const CodePages&, const Window&, const ProxyBuffers&, cudaStream_t, bool overlap);
-cudaError_t proxy_mix(const Batch&, const Window&, float uniform_share, const ProxyBuffers&, int* rate, int blocks, cudaStream_t, bool overlap);
+cudaError_t proxy_mix(const Batch&, const Window&, float uniform_share, const ProxyBuffers&, int blocks, cudaStream_t, bool overlap);
 cudaError_t place_adaptive(const Batch&, const SelectBuffers&, int block_size, cudaStream_t, bool overlap);
 cudaError_t place_fixed(const Batch&, const SelectBuffers&, double heavy_fraction, int block_size, const ProxyBuffers&, cudaStream_t,
                         bool overlap);

@@ -161,26 +161,28 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks)
       }
   wait_previous();
 
-  const int count = n > 0 ? __ldcg(select.count + pair) : 0, total = list.forced + count, tiles = ceil_div(total, 16);
-  const int active = max(1, min(int(gridDim.x), ceil_div(tiles, kRowWarps)));
+  // Every warp takes an equal share of the rows, 16 at a time.
+  const int count = n > 0 ? __ldcg(select.count + pair) : 0, total = list.forced + count;
+  const int active = max(1, min(int(gridDim.x), ceil_div(total, 16 * kRowWarps))), worker = split * kRowWarps + warp;
   if (split >= active) return;
   if (split == 0 && threadIdx.x == 0) read[pair] = total;
-  int tile = split * kRowWarps + warp;
+  int at = int(int64_t(total) * worker / (active * kRowWarps));
+  const int end = int(int64_t(total) * (worker + 1) / (active * kRowWarps));
   const uint32_t tiles_at = uint32_t(__cvta_generic_to_shared(shared)) + warp * 2 * kTileBytes;
   const uint32_t barriers = uint32_t(__cvta_generic_to_shared(barrier[warp]));
   RowStage keys{tiles_at, barriers}, values{tiles_at + kTileBytes, barriers + 8};
   keys.start();
   values.start();
-  const auto entry_of = [&](int of) { return lane < 16 && of * 16 + lane < total ? list.at(of * 16 + lane) : Entry{0, 0.f}; };
+  const auto entry_of = [&](int first) { return lane < 16 && first + lane < end ? list.at(first + lane) : Entry{0, 0.f}; };
   const auto key_of = [&](int cache_row) {
     return static_cast<const Half*>(pages.kv) + cache_row / pages.block_size * pages.page_stride +
            (int64_t(head) * pages.block_size + cache_row % pages.block_size) * (2 * kHeadDim);
   };
-  Entry entry = entry_of(tile);
-  if (tile < tiles) {
+  Entry entry = entry_of(at);
+  if (at < end) {
     const Half* own = key_of(entry.cache_row);
-    keys.issue(own, total - tile * 16);
-    values.issue(own + kHeadDim, total - tile * 16);
+    keys.issue(own, end - at);
+    values.issue(own + kHeadDim, end - at);
   }
 
   const int r = lane / 4, c = lane % 4;
@@ -188,8 +190,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks)
   float top[kColumns][2], sum[kColumns][2] = {};
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) top[j][0] = top[j][1] = -1e30f;
-  while (tile < tiles) {
-    const int valid = total - tile * 16, next = tile + active * kRowWarps;
+  while (at < end) {
+    const int valid = end - at, next = at + 16;
     const Entry following = entry_of(next);
     const float log2_pi[2] = {__shfl_sync(kAll, entry.log2_pi, r), __shfl_sync(kAll, entry.log2_pi, r + 8)};
     keys.wait();
@@ -205,7 +207,7 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks)
     }
     __syncwarp();
     const Half* next_key = key_of(following.cache_row);
-    if (next < tiles) keys.issue(next_key, total - next * 16);
+    if (next < end) keys.issue(next_key, end - next);
     else RowStage::skip();
 
     uint32_t weight[kColumns][2];                    // B operand: rows by heads
@@ -245,10 +247,10 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks)
       for (int j = 0; j < kColumns; ++j) mma(acc[j][f], a[0], a[1], a[2], a[3], weight[j][0], weight[j][1]);
     }
     __syncwarp();
-    if (next < tiles) values.issue(next_key + kHeadDim, total - next * 16);
+    if (next < end) values.issue(next_key + kHeadDim, end - next);
     else RowStage::skip();
     entry = following;
-    tile = next;
+    at = next;
   }
 
   // The warps' outputs, each at the block's maximum, in shared memory: [kRowWarps, kSize].
@@ -292,7 +294,8 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks)
   __syncthreads();
   if (!hand_in_split<kSize, kRowThreads>(merge.merge, pair, split, active, parts)) return;
 
-  __shared__ float head_top[kGroup], inverse[kGroup];
+  // What each split's part is to be multiplied by, where the warps' outputs were.
+  float* factor = parts;                             // [splits, kGroup]
   for (int h = warp; h < kGroup; h += kRowWarps) {
     float all_top = -1e30f, all_sum = 0.f;
     for (int s = lane; s < active; s += 32) all_top = fmaxf(all_top, __ldcg(mass + s * kGroup + h).x);
@@ -300,22 +303,20 @@ __global__ void __launch_bounds__(kRowThreads, kRowBlocks)
     for (int d = 16; d > 0; d /= 2) all_top = fmaxf(all_top, __shfl_xor_sync(kAll, all_top, d));
     for (int s = lane; s < active; s += 32) {
       const float2 part = __ldcg(mass + s * kGroup + h);
-      all_sum += part.y * exp2_fast(part.x - all_top);
+      const float weight = exp2_fast(part.x - all_top);
+      factor[s * kGroup + h] = weight;
+      all_sum += part.y * weight;
     }
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) all_sum += __shfl_xor_sync(kAll, all_sum, d);
     const bool spoiled = n > 0 && broken[pair * kGroup + h];
-    if (lane == 0) {
-      head_top[h] = all_top;
-      inverse[h] = spoiled ? NAN : all_sum == 0.f ? 0.f : 1.f / all_sum;
-      if (lse_out) lse_out[pair * kGroup + h] = spoiled ? NAN : all_sum == 0.f ? -INFINITY : all_top + log2f(all_sum);
-    }
+    const float inverse = spoiled ? NAN : all_sum == 0.f ? 0.f : 1.f / all_sum;
+    for (int s = lane; s < active; s += 32) factor[s * kGroup + h] *= inverse;
+    if (lane == 0 && lse_out) lse_out[pair * kGroup + h] = spoiled ? NAN : all_sum == 0.f ? -INFINITY : all_top + log2f(all_sum);
   }
   __syncthreads();
-  finish_splits<kSize, kRowThreads>(merge.merge, pair, active, out + pair * kSize, [&](int s, int i) {
-    const int h = i / kHeadDim;
-    return exp2_fast(__ldcg(mass + s * kGroup + h).x - head_top[h]) * inverse[h];
-  });
+  finish_splits<kSize, kRowThreads>(merge.merge, pair, active, out + pair * kSize,
+                                    [&](int s, int i) { return factor[s * kGroup + i / kHeadDim]; });
 }
 
 cudaError_t gather_rows(const Batch& batch, const Pages& pages, const Window& window, const Scores& scores, const void* q,

@@ -1,15 +1,13 @@
 // ssa, stage 3: the heads' log-sum-exps, then one weight q per key and KV head: the mean over the heads of softmax(proxy), with its uniform
-// share. Left behind: q's 16-bit log-code, excluded in the windows and beyond the row, the histogram of the codes, and lambda, by the block
-// that is last to add to the histogram.
+// share. Left behind: q's 16-bit log-code, excluded in the windows and beyond the row, and the histogram of the codes.
 #include "proxy_schedule.cuh"
-#include "rate.cuh"
 #include "ssa.cuh"
 
 namespace santa {
 
 constexpr int kMixThreads = 256;
 constexpr int kMixWarps = kMixThreads / 32;
-constexpr int kMixBlocks = kQuads <= 2 ? 3 : 2;                        // blocks a multiprocessor holds
+constexpr int kMixBlocks = kQuads <= 2 ? 4 : 2;                        // blocks a multiprocessor holds
 constexpr int kMixTokens = 4;                        // tokens of a thread
 
 // bias[h]: what is taken off a proxy of head h before it is raised to a power. By all warps.
@@ -38,12 +36,10 @@ __device__ void head_biases(const ProxyBuffers& in, const NormSlots& slots, int6
   }
 }
 
-__global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batch, Window window, float uniform_share, ProxyBuffers buffers, int* rate) {
+__global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batch, Window window, float uniform_share, ProxyBuffers buffers) {
   extern __shared__ int before[];                    // [rows + 1]
   __shared__ __align__(16) unsigned histogram[kBins];
   __shared__ float shared_bias[4 * kQuads];
-  __shared__ RateSolver::Shared solver_shared;
-  __shared__ bool last;
   for (int b = threadIdx.x; b < kBins; b += kMixThreads) histogram[b] = 0;
   if (threadIdx.x < 4 * kQuads) shared_bias[threadIdx.x] = INFINITY;    // heads past the group weigh nothing
   count_units<kMixThreads>(batch, before);
@@ -116,27 +112,14 @@ __global__ void __launch_bounds__(kMixThreads, kMixBlocks) mix_kernel(Batch batc
       four = uint4{0, 0, 0, 0};
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      const int all = ceil_div(s.length, kUnit);
-      __threadfence();
-      last = atomicAdd(buffers.mixed + pair, s.last - s.first) + s.last - s.first == all;
-      __threadfence();
-    }
-    __syncthreads();
-    if (last && threadIdx.x < kRateThreads) {
-      RateSolver solver{solver_shared};
-      solver.load(buffers.histogram + pair * kBins);
-      solver.solve(batch.budget[s.row], rate + pair);
-    }
     at += s.last - s.first;
-    if (at < end) __syncthreads();
   }
 }
 
-cudaError_t proxy_mix(const Batch& batch, const Window& window, float uniform_share, const ProxyBuffers& buffers, int* rate, int blocks,
+cudaError_t proxy_mix(const Batch& batch, const Window& window, float uniform_share, const ProxyBuffers& buffers, int blocks,
                       cudaStream_t stream, bool overlap) {
   return launch(mix_kernel, dim3(blocks * kMixBlocks), kMixThreads, (batch.rows + 1) * sizeof(int), stream, overlap, batch, window,
-                uniform_share, buffers, rate);
+                uniform_share, buffers);
 }
 
 }  // namespace santa

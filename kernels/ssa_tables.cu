@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kTableThreads)
   for (int i = m * kTableThreads + t; i < out.max_chunks; i += M * kTableThreads)
     out.chunk_sum[pair * out.max_chunks + i] = out.chunk_taken[pair * out.max_chunks + i] = 0;
   if (m == 0 && t < 32) out.fine[(pair * (out.max_chunks + 1) + out.max_chunks) * 32 + t] = 0;
-  if (m == 0 && t == 0) out.low_weight[pair] = out.mixed[pair] = 0;
+  if (m == 0 && t == 0) out.low_weight[pair] = 0;
 
   const bool turns = t < kParts * S;                 // a thread takes kPart features to one of the subspace's S
   const float* transform = codebooks.query_transform + ((int64_t(head) * M + m) * kHeadDim + t / S * kPart) * S + t % S;

@@ -140,7 +140,6 @@ class SsaWorkspace:
         self.codes = empty(units * UNIT, dtype=torch.int16)
         self.histogram = empty(65536 >> BIN_BITS, dtype=torch.int32)
         self.rate = empty(dtype=torch.int32)
-        self.mixed = empty(dtype=torch.int32)
         self.chunk_sum = empty(chunks, dtype=torch.int64)
         self.chunk_taken = empty(chunks, dtype=torch.int64)
         self.fine = empty(chunks + 1, 1 << BIN_BITS, dtype=torch.int32)
@@ -157,8 +156,8 @@ class SsaWorkspace:
     def buffers(self) -> tuple[Tensor, ...]:
         """In the order the kernels take them."""
         return (
-            self.tables, self.broken, self.scores, self.norm, self.codes, self.histogram, self.rate, self.mixed, self.chunk_sum,
-            self.chunk_taken, self.fine, self.low_weight, self.sample, self.count, self.read, self.partial, self.mass, self.done,
+            self.tables, self.broken, self.scores, self.norm, self.codes, self.histogram, self.rate, self.chunk_sum, self.chunk_taken,
+            self.fine, self.low_weight, self.sample, self.count, self.read, self.partial, self.mass, self.done,
         )  # fmt: skip
 
 
