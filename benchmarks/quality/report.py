@@ -1,6 +1,7 @@
-"""Pictures and Markdown tables of the attention-error study: `python -m benchmarks.quality.report`.
+"""Pictures and Markdown tables of the attention-error and codebook studies: `python -m benchmarks.quality.report`.
 
-Reads benchmarks/results/error-*.json, writes docs/images/error-*.png, and prints the tables that docs/quality.md quotes.
+Reads error-*.json and codebook-error.json of benchmarks/results, writes docs/images/error-*.png, and prints the tables that
+docs/quality.md quotes.
 """
 
 import json
@@ -142,6 +143,31 @@ def bernoulli_table(study: Study) -> str:
     return "\n".join(lines)
 
 
+def codebook_table(model: str, study: dict[str, Any]) -> str:
+    """Score and output errors of every transform and training text of benchmarks.quality.codebook."""
+    budgets = list(study["rows"][0]["output_error"])
+    heads = " | ".join(f"{float(budget):.0%}" for budget in budgets)
+    lines = [f"| {model}, {study['tokens']:,} tokens | bytes a key | score error, nats | {heads} |", "|---" * (len(budgets) + 3) + "|"]
+    for row in study["rows"]:
+        if row["table"].startswith("positions"):
+            continue
+        setting = f"trained on {row['setting']}" if row["table"] == "training text" else row["setting"]
+        cells = " | ".join(f"{row['output_error'][budget]:.3f}" for budget in budgets)
+        lines.append(f"| {setting} | {row['subspaces'] or '–'} | {row['score_error']:.2f} | {cells} |")
+    return "\n".join(lines)
+
+
+def drift_table(model: str, study: dict[str, Any], budget: str = "0.02") -> str:
+    """Output error at a budget (and score error) where a text stands at other positions than its codebook's training text."""
+    rows = [row for row in study["rows"] if row["table"].startswith("positions")]
+    places = list(dict.fromkeys(row["table"] for row in rows))
+    lines = [f"| {model}, codebook from | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
+    for setting in dict.fromkeys(row["setting"] for row in rows):
+        cells = (f"{row['output_error'][budget]:.3f} ({row['score_error']:.2f})" for row in rows if row["setting"] == setting)
+        lines.append(f"| {setting} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON files.")] = ROOT / "benchmarks" / "results",
     images: Annotated[Path, typer.Option(help="Folder of the pictures.")] = ROOT / "docs" / "images",
@@ -153,6 +179,8 @@ def main(
     draw_value_methods(plain, images / "error-values.png")
     draw_selections(plain, images / "error-selections.png")
     print(comparison_table(plain), *map(selection_table, studies), *map(draws_table, plain), *map(bernoulli_table, plain), sep="\n\n")
+    for model, study in json.loads((results / "codebook-error.json").read_text()).items():
+        print("", codebook_table(model, study), drift_table(model, study), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from benchmarks.quality.report import (  # noqa: E402
     VALUE_METHODS,
     Study,
     bernoulli_table,
+    codebook_table,
     comparison_table,
     draw_selections,
     draw_value_methods,
     draws_table,
+    drift_table,
     selection_table,
 )
 
@@ -73,6 +75,25 @@ def test_summary() -> None:
         "key_features_per_group": 0.7,
         "errors": 100,
     }
+
+
+def test_codebook_tables() -> None:
+    def row(table: str, setting: str, subspaces: int | None, score: float) -> dict[str, object]:
+        errors = {"0.01": 2 * score, "0.02": score}
+        return {"table": table, "setting": setting, "subspaces": subspaces, "score_error": score, "output_error": errors}
+
+    places = ("positions from 0", "positions from 512")
+    rows = [row("transform", "exact", None, 0.0), row("transform", "plain", 8, 0.5), row("training text", "french", 16, 0.75)]
+    rows += [row(place, setting, 16, score) for setting, score in (("as it is", 0.25), ("spread", 0.125)) for place in places]
+    study = {"tokens": 4096, "rows": rows}
+    assert codebook_table("tiny", study).splitlines() == [
+        "| tiny, 4,096 tokens | bytes a key | score error, nats | 1% | 2% |", "|---|---|---|---|---|",
+        "| exact | – | 0.00 | 0.000 | 0.000 |", "| plain | 8 | 0.50 | 1.000 | 0.500 |", "| trained on french | 16 | 0.75 | 1.500 | 0.750 |",
+    ]  # fmt: skip
+    assert drift_table("tiny", study).splitlines() == [
+        "| tiny, codebook from | positions from 0 | positions from 512 |", "|---|---|---|",
+        "| as it is | 0.250 (0.25) | 0.250 (0.25) |", "| spread | 0.125 (0.12) | 0.125 (0.12) |",
+    ]  # fmt: skip
 
 
 def test_tables_and_pictures(results: dict[tuple[str, float], Measured], tmp_path: Path) -> None:
