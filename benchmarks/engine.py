@@ -101,10 +101,11 @@ def _serve(spec: EngineSpec, pipe: Connection) -> None:
     os.environ.update(spec.environment)
     from vllm import LLM, SamplingParams
 
+    from vllm_santa.engine_id import engine_id
     from vllm_santa.metrics import rows_by_method
 
     engine = LLM(**spec.arguments())
-    instance = engine.llm_engine.vllm_config.instance_id
+    instance = engine_id(engine.llm_engine.vllm_config)
     pipe.send("ready")
     while (request := pipe.recv()) is not None:
         prompts, tokens, santa = request

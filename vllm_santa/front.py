@@ -7,6 +7,7 @@ so that is where to look: after the plugin has loaded, before the engine starts.
 
 from typing import TYPE_CHECKING
 
+from vllm_santa.engine_id import engine_id
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.policy import Policy, policy_of, policy_path
 from vllm_santa.refusals import refuse_configuration
@@ -64,6 +65,7 @@ def observe_config(vllm_config: "VllmConfig") -> None:
     from vllm.logger import init_logger
 
     logger = init_logger("vllm.santa")
+    engine_id(vllm_config)  # as early as can be: its processes get it with the configuration
     refuse_configuration(vllm_config)
     _policy = policy_of(vllm_config)
     _captures_decodes = captures_decodes(vllm_config, _policy)

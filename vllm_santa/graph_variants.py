@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from vllm_santa.engine_id import engine_id
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
@@ -31,7 +33,7 @@ class GraphVariants:
         """What a graph that is being captured has to hold."""
         self.needed: Families = frozenset()
         """What the step that is about to run needs."""
-        _variants[vllm_config.instance_id] = self
+        _variants[engine_id(vllm_config)] = self
         _watch_captures()
 
     @contextmanager
@@ -68,7 +70,7 @@ def _watch_captures() -> None:
         return
 
     def capture(self: Any, create_forward_fn: Callable[..., Any], *args: Any, **others: Any) -> None:
-        variants = _variants.get(self.vllm_config.instance_id)
+        variants = _variants.get(engine_id(self.vllm_config))
         profiling = getattr(self, "_max_full_descs_to_capture", None) is not None
         if variants is None or profiling or not isinstance(self, ModelCudaGraphManager) or CUDAGraphMode.FULL not in self._capture_descs:
             original(self, create_forward_fn, *args, **others)

@@ -16,6 +16,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from vllm_santa.engine_id import engine_id
 from vllm_santa.methods import METHOD_NAMES, Method
 from vllm_santa.policy import REASONS
 from vllm_santa.rows import STEP_REASONS, DecodingToken
@@ -68,7 +69,7 @@ class Counters:
             return cls(np.zeros(len(_SLOTS)))
         engine = vllm_config.parallel_config.data_parallel_rank
         _folder().mkdir(mode=0o700, exist_ok=True)
-        path = _folder() / f"{vllm_config.instance_id}-{engine}-{get_pp_group().rank_in_group}"
+        path = _folder() / f"{engine_id(vllm_config)}-{engine}-{get_pp_group().rank_in_group}"
         atexit.register(path.unlink, missing_ok=True)
         return cls(np.memmap(path, dtype=np.float64, mode="w+", shape=(len(_SLOTS),)))
 
@@ -157,7 +158,7 @@ class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
     def __init__(self, vllm_config: "VllmConfig", engine_index: int = 0):
         from vllm_santa.front import runs_santa
 
-        instance_id = vllm_config.instance_id
+        instance_id = engine_id(vllm_config)
         if runs_santa(vllm_config) and instance_id not in self._collected:
             self._collected.add(instance_id)
             files = _WorkerFiles(instance_id)

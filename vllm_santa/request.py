@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from vllm_santa.engine_id import engine_id
 from vllm_santa.front import front_blind_workers, front_captures_decodes, front_policy, runs_santa
 from vllm_santa.policy import Policy, policy_of
 from vllm_santa.policy.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
@@ -48,7 +49,7 @@ class RowRequest:
 def processor_for(vllm_config: "VllmConfig") -> "SantaParams | None":
     """The processor of this worker's engine. None where vLLM makes none: on the V1 runner with speculative decoding, and on the V2 runner
     for pipeline ranks before the last; rows then follow the policy alone."""
-    return _processors.get(vllm_config.instance_id)
+    return _processors.get(engine_id(vllm_config))
 
 
 class SantaParams(_Base):  # type: ignore[misc,valid-type]
@@ -65,8 +66,8 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         if len(runner_args) == 1:  # [slots] int32 on the host, kept current by the runner
             self._prompt_lens = runner_args[0].prompt_len.np
         # Every rank of an engine adds requests in the same order, so with the engine's id they draw the same seeds.
-        self._seeds = random.Random(vllm_config.instance_id)
-        _processors[vllm_config.instance_id] = self
+        self._seeds = random.Random(engine_id(vllm_config))
+        _processors[engine_id(vllm_config)] = self
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:

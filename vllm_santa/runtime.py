@@ -10,6 +10,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_santa.codebook_store import CodebookStore
+from vllm_santa.engine_id import engine_id
 from vllm_santa.graph_variants import GraphVariants
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.limits import limits_of
@@ -136,7 +137,7 @@ class Runtime:
     def _anonymous(self) -> RowRequest:
         seed = self.policy.base_seed
         if seed is None:  # the same on every rank of an engine
-            seed = random.Random(self.vllm_config.instance_id).getrandbits(64)
+            seed = random.Random(engine_id(self.vllm_config)).getrandbits(64)
         return RowRequest(RequestParams(), unsigned(seed), None)
 
 
@@ -149,9 +150,9 @@ def runtime_for(vllm_config: "VllmConfig") -> Runtime:
     Raises:
         PolicyError, CodebookError: the policy or its codebook file cannot be used; the server then does not start.
     """
-    runtime = _runtimes.get(vllm_config.instance_id)
+    runtime = _runtimes.get(engine_id(vllm_config))
     if runtime is None:
-        runtime = _runtimes[vllm_config.instance_id] = Runtime(vllm_config)
+        runtime = _runtimes[engine_id(vllm_config)] = Runtime(vllm_config)
     return runtime
 
 

@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_santa import request as request_module
 from vllm_santa.attention.cuda import SantaCudaBackend, SantaCudaMetadata
 from vllm_santa.codebook import Codebook
+from vllm_santa.engine_id import engine_id
 from vllm_santa.kernel_ops import Rows
 from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.policy.budget import Budget
@@ -108,7 +109,7 @@ class Layers:
             self.builder = SantaCudaBackend.get_builder_cls()(self.spec, self.names, self.config, DEVICE)
         self.runtime = runtime_for(self.config)
         self.asked: list[Asked] = []
-        request_module._processors[self.config.instance_id] = self  # type: ignore[assignment]
+        request_module._processors[engine_id(self.config)] = self  # type: ignore[assignment]
         self.ignored = 0
 
     def rows_of(self, common: CommonAttentionMetadata) -> list[RowRequest | None]:
