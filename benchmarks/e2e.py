@@ -28,6 +28,7 @@ from vllm_santa.methods import Method
 from vllm_santa.policy.budget import Budget
 from vllm_santa.reads import expected_rows
 
+console = Console(width=140)
 RESULTS = Path(__file__).parent / "results"
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -37,6 +38,10 @@ LLAMA_8B = {
 }  # fmt: skip
 WINDOWS = 256
 """Sink and local tokens together, as a policy has them if it says nothing."""
+
+
+Measured = tuple[float | None, list[float]]
+"""Prefill in seconds (None where prompts are not computed), and the µs of a decode step in each repeat."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +134,8 @@ class Row:
     budget: str
     sparsity: float
     time_us: float
-    flashinfer_us: float
-    speedup: float
+    flashinfer_us: float | None
+    speedup: float | None
     bytes_read: int
     copy_share: float
     prefill_s: float | None
@@ -138,27 +143,29 @@ class Row:
     steps_us: list[float]
 
 
-def measure(
-    case: Case, runs: list[Run], engines: dict[str, Engine], steps: int, repeats: int, filled: bool
-) -> dict[Run, tuple[float | None, list[float]]]:
+def measure(case: Case, runs: list[Run], engines: dict[str, Engine], steps: int, repeats: int, filled: bool) -> dict[Run, Measured]:
     """Prefill seconds and the step times in µs of every run; the runs take turns. A prompt is computed once an engine: after that, its
-    blocks are in the prefix cache."""
+    blocks are in the prefix cache.
+
+    Raises RuntimeError where rows got another method than the run's: the time would not be its own.
+    """
     prompts = case.prompts()
     prefill: dict[str, float | None] = {}
     for backend, engine in engines.items():
         first = engine.generate(prompts, 8)
         prefill[backend] = None if filled else first.first_token_s
-    times: dict[Run, list[float]] = {run: [] for run in runs}
+        console.print(f"{case.context} x {case.rows}: {backend} has the prompts after {first.first_token_s:.2f} s")
     for run in runs:
         engines[run.backend].generate(prompts, 8, run.santa)
+    times: dict[Run, list[float]] = {run: [] for run in runs}
     for _ in range(repeats):
         for run in runs:
             timing = engines[run.backend].generate(prompts, steps + 1, run.santa)
             if run.santa and set(timing.rows) != {run.method.name}:
-                raise RuntimeError(
-                    f"{run.name} at {case.context} x {case.rows}: rows by method were {timing.rows}, so the time is not its own"
-                )
+                raise RuntimeError(f"{run.name} at {case.context} x {case.rows}: rows by method were {timing.rows}")
             times[run].append(1000 * timing.step_ms)
+    for run in runs:
+        console.print(f"{case.context} x {case.rows}: {run.name}: {statistics.median(times[run]) / 1000:.3f} ms a step")
     return {run: (prefill[run.backend], times[run]) for run in runs}
 
 
@@ -227,35 +234,34 @@ def main(
                 backend, folder, share, longest, max(case.rows for case in cases), filled, environment={"SANTA_POLICY": str(policy)}
             )
 
-        rows: list[Row] = []
+        result: dict[str, object] = {
+            "command": "python -m benchmarks.e2e " + " ".join([*(f"--case {text}" for text in case), *(f"--run '{text}'" for text in run)])
+            + " --filled" * filled + " --one-by-one" * one_by_one + f" --steps {steps} --repeats {repeats} --output {output}",
+            "date": datetime.now(UTC).date().isoformat(),
+            "versions": versions(),
+            "model": str(model or "Llama-3.1-8B's shape, random weights"),
+            "copy_terabytes_per_second": copy / 1e12,
+        }  # fmt: skip
         groups = [[backend] for backend in backends] if one_by_one else [backends]
-        measured: dict[Case, dict[Run, tuple[float | None, list[float]]]] = {case: {} for case in cases}
+        measured: dict[Case, dict[Run, Measured]] = {case: {} for case in cases}
+        results.mkdir(parents=True, exist_ok=True)
         for group in groups:
             with ExitStack() as stack:
                 engines = {name: stack.enter_context(Engine(spec(name, memory / len(group)))) for name in group}
                 for one in cases:
                     mine = [run for run in runs if run.backend in group]
                     measured[one] |= measure(one, mine, engines, steps, repeats, filled)
-        for one in cases:
-            rows += rows_of(one, measured[one], shape, copy)
+                    # As it goes: a run that is cut off leaves what it has.
+                    rows = [row for case, times in measured.items() if times for row in rows_of(case, times, shape, copy)]
+                    text = json.dumps(result | {"rows": [asdict(row) for row in rows]}, indent=1)
+                    (results / f"e2e-{output}.json").write_text(text + "\n")
     show(rows)
-    results.mkdir(parents=True, exist_ok=True)
-    result = {
-        "command": "python -m benchmarks.e2e " + " ".join([*(f"--case {text}" for text in case), *(f"--run '{text}'" for text in run)])
-        + " --filled" * filled + " --one-by-one" * one_by_one + f" --steps {steps} --repeats {repeats} --output {output}",
-        "date": datetime.now(UTC).date().isoformat(),
-        "versions": versions(),
-        "model": str(model or "Llama-3.1-8B's shape, random weights"),
-        "copy_terabytes_per_second": copy / 1e12,
-        "rows": [asdict(row) for row in rows],
-    }  # fmt: skip
-    (results / f"e2e-{output}.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
-def rows_of(case: Case, measured: dict[Run, tuple[float | None, list[float]]], shape: Shape, copy: float) -> list[Row]:
+def rows_of(case: Case, measured: dict[Run, Measured], shape: Shape, copy: float) -> list[Row]:
     medians = {run: statistics.median(times) for run, (_, times) in measured.items()}
     dense = [time for run, time in medians.items() if run.backend.upper() == "FLASHINFER"]
-    flashinfer = min(dense) if dense else float("nan")
+    flashinfer = min(dense) if dense else None
     full = shape.bytes_read(case, Run("FLASHINFER")) - shape.weight_bytes
     rows = []
     for run, (prefill, times) in measured.items():
@@ -289,10 +295,10 @@ def show(rows: list[Row]) -> None:
         prefill = "" if row.prefill_s is None else f"{row.prefill_s:.2f}"
         table.add_row(
             f"{row.context:,}", str(row.batch), row.method, prefill, f"{row.time_us / 1000:.2f}",
-            f"{min(row.steps_us) / 1000:.2f} – {max(row.steps_us) / 1000:.2f}", f"{row.speedup:.3f}", f"{row.tokens_per_second:.0f}",
+            f"{min(row.steps_us) / 1000:.2f} – {max(row.steps_us) / 1000:.2f}", "" if row.speedup is None else f"{row.speedup:.3f}", f"{row.tokens_per_second:.0f}",
             f"{row.copy_share:.0%}",
         )  # fmt: skip
-    Console(width=140).print(table)
+    console.print(table)
 
 
 def versions() -> dict[str, str]:

@@ -1,7 +1,10 @@
 """A vLLM engine in a process of its own, for measurements: several can live side by side and take turns."""
 
 import multiprocessing as mp
+import os
+import signal
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -77,10 +80,10 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._process.is_alive():
-            self._pipe.send(None)
-        self._process.join(timeout=60)
-        self._process.kill()
+        """Ends the engine with all its processes. At once: nothing of it is kept."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.join()
 
     def generate(self, prompts: list[list[int]], tokens: int, santa: Mapping[str, Any] | None = None) -> Timing:
         """Greedy answers of exactly `tokens` tokens to all prompts at once. santa: the requests' santa_* parameters."""
@@ -96,8 +99,7 @@ class Engine:
 
 
 def _serve(spec: EngineSpec, pipe: Connection) -> None:
-    import os
-
+    os.setsid()  # a group of its own, for __exit__
     os.environ.update(spec.environment)
     from vllm import LLM, SamplingParams
 
@@ -107,8 +109,8 @@ def _serve(spec: EngineSpec, pipe: Connection) -> None:
     engine = LLM(**spec.arguments())
     instance = engine_id(engine.llm_engine.vllm_config)
     pipe.send("ready")
-    while (request := pipe.recv()) is not None:
-        prompts, tokens, santa = request
+    while True:
+        prompts, tokens, santa = pipe.recv()
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=santa)
         before = rows_by_method(instance)
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
