@@ -112,7 +112,7 @@ class Shape:
     def bytes_read(self, case: Case, run: Run) -> int:
         """Of one decode step: the weights, and the rows of K and V (of codes too) that the run reads."""
         group = self.query_heads // self.kv_heads
-        keys, values = case.context, case.context
+        keys, values = float(case.context), float(case.context)
         code = 0
         if run.method is not Method.dense and run.budget:
             keys, values = expected_rows(run.method, run.budget.rows(case.context), case.context, group, WINDOWS)
@@ -266,6 +266,7 @@ def rows_of(case: Case, measured: dict[Run, Measured], shape: Shape, copy: float
     rows = []
     for run, (prefill, times) in measured.items():
         time, read = medians[run], shape.bytes_read(case, run)
+        speedup = None if flashinfer is None else flashinfer / time
         rows.append(
             Row(
                 run.name,
@@ -293,9 +294,10 @@ def show(rows: list[Row]) -> None:
     table = Table("context", "requests", "run", "prefill s", "ms/step", "min – max", "× FlashInfer", "tokens/s", "share of copy speed")
     for row in rows:
         prefill = "" if row.prefill_s is None else f"{row.prefill_s:.2f}"
+        speedup = "" if row.speedup is None else f"{row.speedup:.3f}"
         table.add_row(
             f"{row.context:,}", str(row.batch), row.method, prefill, f"{row.time_us / 1000:.2f}",
-            f"{min(row.steps_us) / 1000:.2f} – {max(row.steps_us) / 1000:.2f}", "" if row.speedup is None else f"{row.speedup:.3f}", f"{row.tokens_per_second:.0f}",
+            f"{min(row.steps_us) / 1000:.2f} – {max(row.steps_us) / 1000:.2f}", speedup, f"{row.tokens_per_second:.0f}",
             f"{row.copy_share:.0%}",
         )  # fmt: skip
     console.print(table)
