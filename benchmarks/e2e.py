@@ -279,7 +279,7 @@ def rows_of(case: Case, measured: dict[Run, Measured], shape: Shape, copy: float
                 1 - (read - shape.weight_bytes) / full,
                 time,
                 flashinfer,
-                flashinfer / time,
+                speedup,
                 read,
                 read / (time * 1e-6) / copy,
                 prefill,
