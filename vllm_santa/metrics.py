@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from prometheus_client import REGISTRY
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from vllm_santa.engine_id import engine_id
@@ -50,8 +51,14 @@ _SLOTS += [(name, "", "") for name in (*_SINGLE, "santa_codebooks_ready")]
 _INDEX = {slot: index for index, slot in enumerate(_SLOTS)}
 
 
+def _shared_folder() -> str | None:
+    """Where several API servers share their metrics. vLLM makes it for them before it starts any process of the server, and shows on
+    /metrics what prometheus_client finds there. None with one API server."""
+    return os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+
+
 def _folder() -> Path:
-    return Path(tempfile.gettempdir()) / f"vllm-santa-{os.getuid()}"
+    return Path(_shared_folder() or tempfile.gettempdir()) / f"vllm-santa-{os.getuid()}"
 
 
 class Counters:
@@ -68,7 +75,7 @@ class Counters:
         if get_tensor_model_parallel_rank() > 0:
             return cls(np.zeros(len(_SLOTS)))
         engine = vllm_config.parallel_config.data_parallel_rank
-        _folder().mkdir(mode=0o700, exist_ok=True)
+        _folder().mkdir(mode=0o700, parents=True, exist_ok=True)
         path = _folder() / f"{engine_id(vllm_config)}-{engine}-{get_pp_group().rank_in_group}"
         atexit.register(path.unlink, missing_ok=True)
         return cls(np.memmap(path, dtype=np.float64, mode="w+", shape=(len(_SLOTS),)))
@@ -100,15 +107,19 @@ class Counters:
 
 
 class _WorkerFiles(Collector):
-    """Reads the files of one engine configuration's workers."""
+    """Reads the files of one server's workers.
+
+    A single API server has made its engines' configuration itself and knows its id. Of several, each has a configuration of its own, with
+    another id than the engines'; but their folder holds no other server's files.
+    """
 
     def __init__(self, instance_id: str):
-        self._instance_id = instance_id
+        self._pattern = "*-*-*" if _shared_folder() else f"{instance_id}-*"
 
     def _engines(self) -> dict[str, np.ndarray]:
         """Counters by data-parallel rank, [pipeline stages, slots]."""
         stages: dict[str, list[np.ndarray]] = {}
-        for path in sorted(_folder().glob(f"{self._instance_id}-*")):
+        for path in sorted(_folder().glob(self._pattern)):
             values = np.fromfile(path, dtype=np.float64)
             if len(values) == len(_SLOTS):
                 stages.setdefault(path.name.split("-")[1], []).append(values)
@@ -116,7 +127,7 @@ class _WorkerFiles(Collector):
 
     def remove(self) -> None:
         """Delete the files; workers that were killed could not."""
-        for path in _folder().glob(f"{self._instance_id}-*"):
+        for path in _folder().glob(self._pattern):
             path.unlink(missing_ok=True)
 
     def describe(self) -> Iterable[Metric]:
@@ -150,6 +161,18 @@ def rows_by_method(instance_id: str) -> dict[str, float]:
     return rows
 
 
+def _collect_with_others(files: Collector) -> None:
+    """Show the files wherever prometheus_client gathers the metrics of several processes: vLLM then makes a registry of its own for
+    /metrics, and later than this."""
+    original = MultiProcessCollector.collect
+
+    def collect(self: MultiProcessCollector) -> Iterator[Metric]:
+        yield from original(self)
+        yield from files.collect()
+
+    MultiProcessCollector.collect = collect  # type: ignore[method-assign]
+
+
 class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
     """Puts the workers' counters on /metrics (entry point `vllm.stat_logger_plugins`). Does nothing on servers with another backend."""
 
@@ -162,8 +185,11 @@ class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
         if runs_santa(vllm_config) and instance_id not in self._collected:
             self._collected.add(instance_id)
             files = _WorkerFiles(instance_id)
-            REGISTRY.register(files)
-            atexit.register(files.remove)
+            if _shared_folder():
+                _collect_with_others(files)
+            else:
+                REGISTRY.register(files)
+                atexit.register(files.remove)
 
     def record(self, scheduler_stats: object, iteration_stats: object, mm_cache_stats: object = None, engine_idx: int = 0) -> None:
         """Nothing to do: the collector reads when asked."""

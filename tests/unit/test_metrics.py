@@ -5,7 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import REGISTRY
+from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_santa import metrics
 from vllm_santa.methods import BernoulliSettings, Method
@@ -17,6 +18,7 @@ vllm_distributed = pytest.importorskip("vllm.distributed")
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path
 
@@ -129,3 +131,19 @@ def test_only_a_server_on_santa_shows_counters(monkeypatch: pytest.MonkeyPatch, 
     for engine in range(2):  # vLLM makes a logger for each data-parallel engine
         metrics.SantaStatLogger(SimpleNamespace(instance_id="abc", attention_config=attention), engine)
     assert len(registered) == int(registers)
+
+
+def test_each_of_several_api_servers_shows_the_same_counters(worker, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have configurations, and ids, of their own; what they share with the workers is vLLM's folder for their metrics."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(folder / "shared"))
+    monkeypatch.setattr(MultiProcessCollector, "collect", MultiProcessCollector.collect)  # undone at the end
+    monkeypatch.setattr(metrics.SantaStatLogger, "_collected", set())
+    (folder / "shared").mkdir()
+    worker(instance="engines").count_read(Method.ssa, 1, 2)
+    worker(instance="engines", data=1).count_read(Method.ssa, 3, 4)
+    attention = SimpleNamespace(backend=SimpleNamespace(name="SANTA"), backend_per_kind=None)
+    metrics.SantaStatLogger(SimpleNamespace(instance_id="server", attention_config=attention))
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)  # as vLLM does when it makes its app
+    for engine, rows in (("0", 2), ("1", 4)):
+        assert registry.get_sample_value("santa_value_rows_read_total", {"engine": engine, "method": "ssa"}) == rows
