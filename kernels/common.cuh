@@ -91,6 +91,7 @@ __device__ __forceinline__ uint4 load_row(const void* p) {
                : "l"(p));
   return v;
 }
+
 // One 16-byte store; left alone, the compiler splits some of them.
 __device__ __forceinline__ void store16(void* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -123,6 +124,19 @@ inline cudaError_t launch(void (*kernel)(Params...), dim3 grid, int block, size_
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+}
+
+// A multiprocessor has to run empty before it can divide its memory anew between shared memory and L1. Kernels whose blocks are to run side
+// by side with those of the stage before all ask for the largest share.
+template <class... Params>
+inline cudaError_t ask_for_shared_memory(void (*kernel)(Params...)) {
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+}
+template <class... Params, class... Args>
+inline cudaError_t launch_side_by_side(void (*kernel)(Params...), dim3 grid, int block, size_t smem, cudaStream_t stream, bool overlap,
+                                       Args... args) {
+  if (const cudaError_t status = ask_for_shared_memory(kernel)) return status;
+  return launch(kernel, grid, block, smem, stream, overlap, args...);
 }
 
 }  // namespace santa

@@ -51,6 +51,24 @@ struct ValueSum {
   }
 };
 
+// Element i (of SIZE / 4) of the warps' parts, summed in a fixed order.
+template <int WARPS, int SIZE>
+__device__ __forceinline__ float4 sum_warps(const float* parts, int i) {
+  const float4* all = reinterpret_cast<const float4*>(parts);
+  float4 sum = all[i];
+#pragma unroll
+  for (int w = 1; w < WARPS; ++w) {
+    const float4 part = all[w * (SIZE / 4) + i];
+    sum.x += part.x; sum.y += part.y; sum.z += part.z; sum.w += part.w;
+  }
+  return sum;
+}
+
+__device__ __forceinline__ void store_half4(Half* out, float4 v) {
+  const Half four[4] = {Half(v.x), Half(v.y), Half(v.z), Half(v.w)};
+  *reinterpret_cast<uint2*>(out) = *reinterpret_cast<const uint2*>(four);
+}
+
 struct Merge {                    // of the blocks ("splits") that share an owner: a row and a query head, or a row and a KV head
   float* partial;                 // [owners, splits, SIZE]
   int* done;                      // [owners], zero before and after
@@ -62,15 +80,7 @@ template <int SIZE, int THREADS>
 __device__ bool hand_in_split(const Merge& merge, int64_t owner, int split, int active, const float* parts) {
   static_assert(SIZE % 4 == 0);
   float4* mine = reinterpret_cast<float4*>(merge.partial + (owner * merge.splits + split) * SIZE);
-  for (int i = threadIdx.x; i < SIZE / 4; i += THREADS) {
-    float4 sum = reinterpret_cast<const float4*>(parts)[i];
-#pragma unroll
-    for (int w = 1; w < THREADS / 32; ++w) {
-      const float4 part = reinterpret_cast<const float4*>(parts)[w * (SIZE / 4) + i];
-      sum.x += part.x; sum.y += part.y; sum.z += part.z; sum.w += part.w;
-    }
-    mine[i] = sum;
-  }
+  for (int i = threadIdx.x; i < SIZE / 4; i += THREADS) mine[i] = sum_warps<THREADS / 32, SIZE>(parts, i);
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -104,8 +114,7 @@ __device__ void finish_splits(const Merge& merge, int64_t owner, int active, Hal
           sum.z = fmaf(part[k].z, f, sum.z); sum.w = fmaf(part[k].w, f, sum.w);
         }
     }
-    Half four[4] = {Half(sum.x), Half(sum.y), Half(sum.z), Half(sum.w)};
-    *reinterpret_cast<uint2*>(out + 4 * i) = *reinterpret_cast<const uint2*>(four);
+    store_half4(out + 4 * i, sum);
   }
 }
 

@@ -1,5 +1,5 @@
 // pps, stage 1: a first estimate of every head's log2-sum-exp, so that the K scan can mix the heads in one pass: the first 16 keys, the
-// last 48, and others spread evenly between them, each standing for its share. Also clears what the later stages count in.
+// last 48, and others spread evenly between them, each standing for its share. Also clears the histogram.
 #include "pps.cuh"
 #include "tile.cuh"
 
@@ -14,10 +14,8 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
   const int part = blockIdx.x, head = blockIdx.y, row = blockIdx.z, n = batch.length(row), parts = look_parts(n);
   if (part >= parts) return;
   const int64_t pair = int64_t(row) * batch.kv_heads + head;
-  uint4* histogram = reinterpret_cast<uint4*>(out.histogram + pair * kBins);
-  for (int i = part * kLookThreads + threadIdx.x; i < kBins / 4; i += parts * kLookThreads) histogram[i] = uint4{0, 0, 0, 0};
-  for (int i = part * kLookThreads + threadIdx.x; i < out.max_chunks; i += parts * kLookThreads)
-    out.chunk_sum[pair * out.max_chunks + i] = 0;
+  uint4* histogram = reinterpret_cast<uint4*>(out.histogram + pair * kByteCodes);
+  for (int i = part * kLookThreads + threadIdx.x; i < kByteCodes / 4; i += parts * kLookThreads) histogram[i] = uint4{0, 0, 0, 0};
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4;
   const int looks = parts * kPartKeys, spread = looks - kFirst - kLast;
@@ -26,13 +24,13 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
     if (n <= looks) return i < n ? i : -1;
     if (i < kFirst) return i;
     if (i >= kFirst + spread) return n - looks + i;
-    return kFirst + int((int64_t(i - kFirst) * 2 + 1) * (n - kFirst - kLast) / (2 * spread));
+    return kFirst + min(int((float(i - kFirst) + 0.5f) * share), n - kFirst - kLast - 1);
   };
-  const int mine = part * kPartKeys + warp * 16 + r;
+  const int mine = part * kPartKeys + warp * 16 + r, tokens[2] = {token_of(mine), token_of(mine + 8)};
   uint4 rows[2][kPieces];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
-    const Half* base = token_row(batch, pages, row, head, max(token_of(mine + 8 * e), 0)) + lane % 4 * 8;
+    const Half* base = token_row(batch, pages, row, head, max(tokens[e], 0)) + lane % 4 * 8;
 #pragma unroll
     for (int p = 0; p < kPieces; ++p) rows[e][p] = *reinterpret_cast<const uint4*>(base + p * 32);
   }
@@ -50,7 +48,7 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int i = mine + 8 * e;
-        x[e] = token_of(i) >= 0 ? scores(acc[j][2 * e + h]) : -INFINITY;
+        x[e] = tokens[e] >= 0 ? scores(acc[j][2 * e + h]) : -INFINITY;
         weight[e] = i >= kFirst && i < kFirst + spread ? share : 1.f;
       }
       float m = fmaxf(fmaxf(x[0], x[1]), -1e30f);
@@ -70,11 +68,16 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
     for (int w = 0; w < 8; ++w) sum += warp_sum[w][threadIdx.x] * exp2_fast(warp_max[w][threadIdx.x] - m);
     out.look[(pair * kLookParts + part) * kGroup + threadIdx.x] = make_float2(m, sum);
   }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(&out.progress.pair[pair].y, 1);
+  }
 }
 
 cudaError_t look(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const PpsBuffers& out, cudaStream_t stream) {
-  return launch(look_kernel, dim3(kLookParts, batch.kv_heads, batch.rows), kLookThreads, 0, stream, false, batch, pages, scores,
-                static_cast<const Half*>(q), out);
+  return launch_side_by_side(look_kernel, dim3(kLookParts, batch.kv_heads, batch.rows), kLookThreads, 0,
+                             stream, false, batch, pages, scores, static_cast<const Half*>(q), out);
 }
 
 }  // namespace santa

@@ -1,4 +1,4 @@
-// lambda: the L, in log-codes, whose inclusion probabilities power(code + L) sum to the budget, every histogram bin counted at its middle
+// lambda: the L, in log-codes, whose inclusion probabilities power(code + L) sum to the budget, every histogram bin counted at one
 // code. A scan over the bins solves it: with the bins above b certain, lambda = (budget - their count) / (weight of the
 // rest), for the first b that stays below one. In floating point but in a fixed order: the same histogram gives the same L everywhere.
 #pragma once
@@ -8,12 +8,10 @@ namespace santa {
 
 constexpr int kTakeAll = 65535;                      // a rate that makes every inclusion probability one
 
-// The first kRateThreads threads of a block, which meet at a barrier of their own.
-constexpr int kRateThreads = 128;
-__device__ __forceinline__ void rate_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(kRateThreads) : "memory"); }
-
-struct RateSolver {
-  static constexpr int kOwn = kBins / kRateThreads, kWarps = kRateThreads / 32;
+// The first THREADS threads of a block, which meet at a barrier of their own. Bin b counts as log-code LOWEST + (b << kBinShift).
+template <int BINS, int THREADS, int LOWEST>
+struct BinSolver {
+  static constexpr int kOwn = BINS / THREADS, kWarps = THREADS / 32;
 
   struct Shared {
     int count[kWarps];
@@ -22,6 +20,8 @@ struct RateSolver {
   };
   Shared& shared;
   unsigned own[kOwn];                                // counts of bins kOwn * threadIdx.x ...
+
+  __device__ __forceinline__ static void rate_barrier() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
 
   __device__ void load(const unsigned* histogram) {
 #pragma unroll
@@ -34,8 +34,8 @@ struct RateSolver {
   __device__ void solve(int budget, int* rate) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // Weights beyond 2^96 are cut: they are certain anyway.
-    const int middle = ((int(threadIdx.x) * kOwn) << kBinShift) - 32768 + (1 << kBinShift) / 2;
-    const auto weight_of = [&](int i) { return exp2_fast(fminf(float(middle + (i << kBinShift)) * (1.f / 256.f), 96.f)); };
+    const int first = LOWEST + (int(threadIdx.x) * kOwn << kBinShift);
+    const auto weight_of = [&](int i) { return exp2_fast(fminf(float(first + (i << kBinShift)) * (1.f / 256.f), 96.f)); };
     int below = 0;
     float weight = 0.f;
 #pragma unroll
@@ -86,5 +86,9 @@ struct RateSolver {
       *rate = max(-kTakeAll, min(kTakeAll, __float2int_rd(256.f * (log2_fast(best_left) - log2_fast(best_rest)))));
   }
 };
+
+// Of 16-bit log-codes, every bin counted at its middle code.
+constexpr int kRateThreads = 128;
+using RateSolver = BinSolver<kBins, kRateThreads, -32768 + (1 << kBinShift) / 2>;
 
 }  // namespace santa

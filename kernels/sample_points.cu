@@ -1,12 +1,17 @@
 // santa, strat, sys, prop, stage 2: every draw is a point on the prefix sums of the expected copies. A block finds its draws' tokens (run
-// of units, unit, token), then reads their V rows. No pass over the tokens: the masses of the units are enough to find a unit.
+// of units, unit, token), then reads their V rows. No pass over the tokens: the masses of the units are enough to find a unit. A block
+// starts as soon as the scan is through with its row and KV head.
 #include "block_sum.cuh"
 #include "philox.cuh"
 #include "values.cuh"
 
 namespace santa {
 
-constexpr int kDraws = 64;                           // draws a block takes at a time
+constexpr int kPointThreads = 512, kPointWarps = kPointThreads / 32;
+constexpr int kDrawThreads = 4;                      // threads that look for a draw's token among the 64 of its unit
+constexpr int kDraws = kPointThreads / kDrawThreads;
+constexpr int kDrawTokens = kUnit / kDrawThreads;
+static_assert(kDrawTokens == 16);                    // in one block of the cache
 
 // The draw's point on [0, S * kOne).
 __device__ int64_t draw_point(const Batch& batch, int row, int head, int n, int method, int64_t budget, int draw) {
@@ -16,95 +21,128 @@ __device__ int64_t draw_point(const Batch& batch, int row, int head, int n, int 
   return method == kStrat ? draw * kOne + u : budget * u;
 }
 
-template <int THREADS>
-__global__ void __launch_bounds__(THREADS) sample_points_kernel(Batch batch, Pages pages, Stash stash, Merge merge, Half* out, float* lse) {
-  __shared__ int64_t upto[THREADS], scratch[THREADS / 32];
-  __shared__ int top_scratch[THREADS / 32];
-  __shared__ const Half* address[kDraws];
-  __shared__ __align__(16) float parts[THREADS / 32 * kHeadDim];
-  launch_next();
-  const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int method = batch.method[row];
-  if (!(batch.methods >> method & 1)) { wait_previous(); return; }
-  const int n = batch.seq_lens[row], budget = batch.budget[row];
-  const int per_block = ceil_div(ceil_div(budget, merge.splits), kDraws) * kDraws;
-  const int first = split * per_block, last = min(budget, first + per_block);
-  const int64_t owner = int64_t(row) * gridDim.y + head;
-  const int64_t point =
-      threadIdx.x < kDraws ? draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, first + threadIdx.x) : 0;
-  wait_previous();
-  if (split > 0 && first >= last) return;
+constexpr int kHeldUnits = 4;
 
-  // Exponent and mass of the row. A thread's run of units is consecutive.
-  const int units = ceil_div(n, kUnit), run = ceil_div(units, THREADS);
-  const int begin = min(units, int(threadIdx.x) * run), end = min(units, begin + run);
+// A thread's consecutive units; the first few stay in registers.
+struct UnitRun {
+  static constexpr int kHeld = kHeldUnits;
+  const int2* unit;
+  int begin, end;
+  int2 held[kHeld];
+
+  __device__ __forceinline__ UnitRun(const int2* unit, int begin, int end) : unit(unit), begin(begin), end(end) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) held[i] = begin + i < end ? __ldcg(unit + begin + i) : make_int2(kNoExponent, 0);
+  }
+  template <class Function>
+  __device__ __forceinline__ void for_each(const Function& function) const {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) function(held[i]);
+#pragma unroll 4
+    for (int u = begin + kHeld; u < end; ++u) function(__ldcg(unit + u));
+  }
+};
+
+// Draws first .. last - 1 of a query head, by split `split` of `active`.
+__device__ void sample_head(const Batch& batch, const Pages& pages, const Stash& stash, const Merge& merge, int active, int first, int last,
+                            Half* out, float* lse) {
+  __shared__ int64_t upto[kPointThreads], scratch[kPointWarps];
+  __shared__ int top_scratch[kPointWarps];
+  __shared__ const Half* address[kDraws];
+  __shared__ __align__(16) int2 copy[kPointThreads * kHeldUnits];        // of the units, where they all fit
+  __shared__ __align__(16) float parts[kPointWarps * kHeadDim];
+  const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int method = batch.method[row], n = batch.seq_lens[row], budget = batch.budget[row], units = ceil_div(n, kUnit);
+  const int64_t owner = int64_t(row) * gridDim.y + head;
+  const int my_draw = threadIdx.x / kDrawThreads, part = threadIdx.x % kDrawThreads;
+  int64_t point = draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, first + my_draw);
+  stash.progress.wait(int64_t(row) * batch.kv_heads + head / kGroup, units);
+
+  // Exponent and mass of the row.
+  const int length = ceil_div(units, kPointThreads), begin = min(units, int(threadIdx.x) * length);
   const int2* unit = stash.unit + owner * batch.max_units;
+  const UnitRun run(unit, begin, min(units, begin + length));
   int top = kNoExponent;
-#pragma unroll 8
-  for (int u = begin; u < end; ++u) top = max(top, unit[u].x);
-  top = block_reduce<THREADS>(top, top_scratch, [](int a, int b) { return max(a, b); });
+  run.for_each([&](int2 u) { top = max(top, u.x); });
+  top = block_reduce<kPointThreads>(top, top_scratch, [](int a, int b) { return max(a, b); });
   int64_t mass = 0;
-#pragma unroll 8
-  for (int u = begin; u < end; ++u) mass += unit_share(unit[u], top);
-  mass = block_reduce<THREADS>(mass, scratch, [](int64_t a, int64_t b) { return a + b; });
+  run.for_each([&](int2 u) { mass += unit_share(u, top); });
+  mass = block_reduce<kPointThreads>(mass, scratch, [](int64_t a, int64_t b) { return a + b; });
   const bool broken = top == kNotFinite;
   if (lse && split == 0 && threadIdx.x == 0) lse[owner] = broken ? NAN : mass > 0 ? log2f(float(mass)) + float(top - 36) : -INFINITY;
   if (broken || mass == 0) {                         // NaN or +inf somewhere; or nothing to attend to
     if (split == 0)
-      for (int i = threadIdx.x; i < kHeadDim; i += THREADS) out[owner * kHeadDim + i] = Half(broken ? NAN : 0.f);
+      for (int i = threadIdx.x; i < kHeadDim; i += kPointThreads) out[owner * kHeadDim + i] = Half(broken ? NAN : 0.f);
     return;
   }
   const double per_mass = double(budget) * 18446744073709551616.0 / double(mass);
   int64_t own = 0, sum;
-  for (int u = begin; u < end; ++u) own += unit[u].y * copies_per_weight(per_mass, unit[u], top);
+  run.for_each([&](int2 u) { own += u.y * copies_per_weight(per_mass, u, top); });
   __syncthreads();                                   // scratch is used again
-  upto[threadIdx.x] = block_scan<THREADS>(own, scratch, &sum);
+  upto[threadIdx.x] = block_scan<kPointThreads>(own, scratch, &sum);
+  const bool copied = length <= kHeldUnits;
+  if (copied)
+#pragma unroll
+    for (int i = 0; i < kHeldUnits; ++i)
+      if (i < length) copy[threadIdx.x * length + i] = run.held[i];
   __syncthreads();
 
   ValueSum<1> values;
+  const int* table = batch.block_table + row * batch.table_stride;
   for (int draws = first; draws < last; draws += kDraws) {
-    if (threadIdx.x < kDraws) {
-      const int64_t x = draws == first ? point
-                                       : draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, draws + threadIdx.x);
-      const Half* found = nullptr;
-      if (draws + int(threadIdx.x) < last && x < sum) {
-        int low = 0, high = THREADS - 1;      // the first run with upto > x
-        while (low < high) { const int mid = (low + high) / 2; if (upto[mid] > x) high = mid; else low = mid + 1; }
-        int64_t rest = x - (low > 0 ? upto[low - 1] : 0), rate = 0;
-        int u = low * run;
-        for (;; ++u) {
-          rate = copies_per_weight(per_mass, unit[u], top);
-          if (unit[u].y * rate > rest) break;
-          rest -= unit[u].y * rate;
-        }
-        int threshold = int(double(rest) / double(rate));       // floor(rest / rate): the token's prefix sum of weights passes it
-        if (threshold * rate > rest) --threshold;
-        if ((threshold + 1) * rate <= rest) ++threshold;
-        const uint4* weights = reinterpret_cast<const uint4*>(stash.weight + (owner * batch.max_units + u) * kUnit);
-        uint4 eight[kUnit / 8];
-#pragma unroll
-        for (int i = 0; i < kUnit / 8; ++i) eight[i] = __ldcg(weights + i);
-        int prefix = 0, token = 0;
-#pragma unroll
-        for (int i = 0; i < kUnit / 8; ++i) {
-          const uint32_t words[4] = {eight[i].x, eight[i].y, eight[i].z, eight[i].w};
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            prefix += words[k] & 0xffff;
-            token += prefix <= threshold;
-            prefix += words[k] >> 16;
-            token += prefix <= threshold;
-          }
-        }
-        found = token_row(batch, pages, row, head / kGroup, u * kUnit + token) + kHeadDim;
+    if (draws > first) point = draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, draws + my_draw);
+    const bool drawn = draws + my_draw < last && point < sum;      // the same for the threads of a draw
+    int threshold = 0, token = 0, block = 0;
+    uint4 weights[2] = {};
+    if (drawn) {
+      int low = 0, high = kPointThreads - 1;         // the first run with upto > point
+      while (low < high) { const int mid = (low + high) / 2; if (upto[mid] > point) high = mid; else low = mid + 1; }
+      int64_t rest = point - (low > 0 ? upto[low - 1] : 0), rate = 0;
+      int u = low * length;
+      for (;; ++u) {
+        const int2 here = copied ? copy[u] : unit[u];
+        rate = copies_per_weight(per_mass, here, top);
+        if (here.y * rate > rest) break;
+        rest -= here.y * rate;
       }
-      address[threadIdx.x] = found;
+      threshold = int(double(rest) / double(rate));  // floor(rest / rate): the token's prefix sum of weights passes it
+      if (threshold * rate > rest) --threshold;
+      if ((threshold + 1) * rate <= rest) ++threshold;
+      token = u * kUnit + part * kDrawTokens;
+      const uint4* source = reinterpret_cast<const uint4*>(stash.weight + owner * batch.max_units * kUnit + token);
+      weights[0] = __ldcg(source);
+      weights[1] = __ldcg(source + 1);
+      block = table[min(token, n - 1) / pages.block_size];
+    }
+    int count = 0;
+    const uint32_t pairs[8] = {weights[0].x, weights[0].y, weights[0].z, weights[0].w, weights[1].x, weights[1].y, weights[1].z, weights[1].w};
+#pragma unroll
+    for (int k = 0; k < 8; ++k) count += (pairs[k] & 0xffff) + (pairs[k] >> 16);
+    int before = 0;                                  // weights of the threads ahead
+#pragma unroll
+    for (int d = 1; d < kDrawThreads; ++d) {
+      const int other = __shfl_up_sync(kAll, count, d, kDrawThreads);
+      if (part >= d) before += other;
+    }
+    if (!drawn) {
+      if (part == 0) address[my_draw] = nullptr;
+    } else if (before <= threshold && threshold < before + count) {
+      int within = 0;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        before += pairs[k] & 0xffff;
+        within += before <= threshold;
+        before += pairs[k] >> 16;
+        within += before <= threshold;
+      }
+      address[my_draw] = static_cast<const Half*>(pages.kv) + block * pages.page_stride +
+                         (int64_t(head / kGroup) * pages.block_size + (token + within) % pages.block_size) * (2 * kHeadDim) + kHeadDim;
     }
     __syncthreads();
     const float one = 1.f;
     if (lane < kRowLanes * kRowsAtOnce)
 #pragma unroll
-      for (int i = 0; i < kDraws; i += THREADS / 32 * kRowsAtOnce) {
+      for (int i = 0; i < kDraws; i += kPointWarps * kRowsAtOnce) {
         const int at = i + warp * kRowsAtOnce + lane / kRowLanes;
         const Half* found = at < kDraws ? address[at] : nullptr;
         if (found) values.add(load_row(found + lane % kRowLanes * 8), &one);
@@ -112,19 +150,33 @@ __global__ void __launch_bounds__(THREADS) sample_points_kernel(Batch batch, Pag
     __syncthreads();
   }
   values.hand_in(parts);
-  const int active = max(1, ceil_div(budget, per_block));
   const float scale = 1.f / budget;
-  if (hand_in_split<kHeadDim, THREADS>(merge, owner, split, active, parts))
-    finish_splits<kHeadDim, THREADS>(merge, owner, active, out + owner * kHeadDim, [&](int, int) { return scale; });
+  if (active == 1) {
+    for (int i = threadIdx.x; i < kHeadDim / 4; i += kPointThreads) {
+      const float4 all = sum_warps<kPointWarps, kHeadDim>(parts, i);
+      store_half4(out + owner * kHeadDim + 4 * i, make_float4(all.x * scale, all.y * scale, all.z * scale, all.w * scale));
+    }
+  } else if (hand_in_split<kHeadDim, kPointThreads>(merge, owner, split, active, parts)) {
+    finish_splits<kHeadDim, kPointThreads>(merge, owner, active, out + owner * kHeadDim, [&](int, int) { return scale; });
+  }
+}
+
+__global__ void __launch_bounds__(kPointThreads, 2)
+    sample_points_kernel(Batch batch, Pages pages, Stash stash, Merge merge, Half* out, float* lse) {
+  launch_next();
+  const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, budget = batch.budget[row];
+  const int per_block = ceil_div(ceil_div(budget, merge.splits), kDraws) * kDraws, active = max(1, ceil_div(budget, per_block));
+  if ((batch.methods >> batch.method[row] & 1) && split < active) {
+    sample_head(batch, pages, stash, merge, active, split * per_block, min(budget, (split + 1) * per_block), out, lse);
+    if (threadIdx.x == 0) stash.progress.leave(int64_t(row) * batch.kv_heads + head / kGroup, active * kGroup);
+  }
+  if (blockIdx.x + blockIdx.y + blockIdx.z == 0) wait_previous();          // ends after the scan, whatever its rows
 }
 
 cudaError_t sample_points(const Batch& batch, const Pages& pages, const Stash& stash, const Merge& merge, void* out, float* lse,
                           cudaStream_t stream, bool overlap) {
-  // Longer contexts take more threads, so that a thread's run of units stays short.
-  const int threads = batch.max_units <= 1024 ? 256 : batch.max_units <= 4096 ? 512 : 1024;
-  const auto kernel = threads == 256 ? sample_points_kernel<256> : threads == 512 ? sample_points_kernel<512> : sample_points_kernel<1024>;
-  return launch(kernel, dim3(merge.splits, batch.kv_heads * kGroup, batch.rows), threads, 0, stream, overlap, batch, pages, stash, merge,
-                static_cast<Half*>(out), lse);
+  return launch_side_by_side(sample_points_kernel, dim3(merge.splits, batch.kv_heads * kGroup, batch.rows), kPointThreads, 0,
+                             stream, overlap, batch, pages, stash, merge, static_cast<Half*>(out), lse);
 }
 
 }  // namespace santa

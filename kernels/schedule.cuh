@@ -9,16 +9,16 @@ struct Segment {       // consecutive units of one row and KV head
   int row, head, first, last, length;
 };
 
-// before[r] = units (per KV head) of the rows ahead of r; before[rows] = all. For blocks of THREADS threads; ends with a barrier.
-template <int THREADS>
-__device__ void count_units(const Batch& batch, int* before) {
+// before[r] = sum over the rows ahead of r of count_of(row); before[rows] = all. For blocks of THREADS threads; ends with a barrier.
+template <int THREADS, class Function>
+__device__ void count_rows(int rows, int* before, const Function& count_of) {
   __shared__ int warp_sum[THREADS / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int base = 0;
-  for (int start = 0; start < batch.rows; start += THREADS) {
+  for (int start = 0; start < rows; start += THREADS) {
     const int row = start + threadIdx.x;
-    const int units = row < batch.rows ? ceil_div(batch.length(row), kUnit) : 0;
-    int sum = units;
+    const int count = row < rows ? count_of(row) : 0;
+    int sum = count;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) { const int other = __shfl_up_sync(0xffffffffu, sum, d); if (lane >= d) sum += other; }
     if (lane == 31) warp_sum[warp] = sum;
@@ -26,12 +26,18 @@ __device__ void count_units(const Batch& batch, int* before) {
     int total = 0;
 #pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) { if (w < warp) sum += warp_sum[w]; total += warp_sum[w]; }
-    if (row < batch.rows) before[row] = base + sum - units;
+    if (row < rows) before[row] = base + sum - count;
     base += total;
     __syncthreads();
   }
-  if (threadIdx.x == 0) before[batch.rows] = base;
+  if (threadIdx.x == 0) before[rows] = base;
   __syncthreads();
+}
+
+// Units (per KV head) of the rows.
+template <int THREADS>
+__device__ void count_units(const Batch& batch, int* before) {
+  count_rows<THREADS>(batch.rows, before, [&](int row) { return ceil_div(batch.length(row), kUnit); });
 }
 
 // The segment that starts at global unit `at` and ends at `end` or where its row and head end. Units run head by head within a row.
@@ -51,5 +57,80 @@ __device__ inline Segment segment_at(const Batch& batch, const int* before, int6
   s.length = batch.seq_lens[low];
   return s;
 }
+
+constexpr int kMinChunk = 4, kChunkUnits = 32, kOneChunk = 64;      // units
+
+// A scan's work in chunks: consecutive units of one row and KV head, in order, so that rows get done one after the other and the stage behind
+// works on a row, as Progress tells it, while the scan reads the next ones. Blocks take chunks as they get done with theirs: some
+// multiprocessors reach the memory a fifth faster than others. A chunk's start costs a warp more than a
+// microsecond, so where there is little to do every block gets one chunk.
+struct Chunks {
+  const Batch& batch;
+  const int* before;                 // chunks per KV head of the rows ahead
+  int size, count;                   // units of a chunk; chunks
+
+  // before: [rows + 1], in shared memory.
+  template <int THREADS>
+  __device__ static Chunks make(const Batch& batch, int* before) {
+    count_units<THREADS>(batch, before);
+    const int even = ceil_div(before[batch.rows] * batch.kv_heads, gridDim.x), size = even > kOneChunk ? kChunkUnits : max(kMinChunk, even);
+    __syncthreads();
+    count_rows<THREADS>(batch.rows, before, [&](int row) { return ceil_div(ceil_div(batch.length(row), kUnit), size); });
+    return {batch, before, size, before[batch.rows] * batch.kv_heads};
+  }
+
+  __device__ Segment at(int chunk) const {
+    int low = 0, high = batch.rows - 1;              // the last row that begins at or before the chunk
+    while (low < high) {
+      const int mid = (low + high + 1) / 2;
+      if (before[mid] * batch.kv_heads <= chunk) low = mid; else high = mid - 1;
+    }
+    const int per_head = before[low + 1] - before[low], within = chunk - before[low] * batch.kv_heads;
+    Segment s;
+    s.row = low;
+    s.head = within / per_head;
+    s.length = batch.seq_lens[low];
+    s.first = within % per_head * size;
+    s.last = min(ceil_div(s.length, kUnit), s.first + size);
+    return s;
+  }
+};
+
+// Hands out chunks beyond every block's first. Zero before and after.
+struct Queue {
+  int* next;                         // [2]: chunks handed out; blocks that are done
+
+  // The next of `count` chunks.
+  __device__ int take(int count) const { return count > int(gridDim.x) ? int(gridDim.x) + atomicAdd(next, 1) : count; }
+  // By one thread of every block, after its last take().
+  __device__ void leave() const {
+    if (atomicAdd(next + 1, 1) == int(gridDim.x) - 1) next[0] = next[1] = 0;
+  }
+};
+
+// How far the scan is: for every row and KV head, units done, and blocks that have reported or read. Zero before and after.
+struct Progress {
+  int2* pair;
+
+  __device__ __forceinline__ static void wait_for(const int* counter, int value) {
+    int seen;
+    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory"); while (seen < value);
+  }
+
+  // By one thread that knows of the others' stores.
+  __device__ void add(int64_t which, int units) const {
+    __threadfence();
+    atomicAdd(&pair[which].x, units);
+  }
+  // Waits until all units are done. By all threads; needs every block of the scan to be running.
+  __device__ void wait(int64_t which, int units) const {
+    if (threadIdx.x == 0) wait_for(&pair[which].x, units);
+    __syncthreads();
+  }
+  // By one thread of each of the `readers` blocks that have waited.
+  __device__ void leave(int64_t which, int readers) const {
+    if (readers == 1 || atomicAdd(&pair[which].y, 1) == readers - 1) pair[which] = make_int2(0, 0);
+  }
+};
 
 }  // namespace santa

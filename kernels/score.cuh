@@ -1,7 +1,7 @@
 // The K scan: every warp takes units of 64 tokens of a segment, reads their keys once and hands the scores to a stage's epilogue.
 //
-// Keys come row by row, whole rows at a time, into a ring of the warp's own in shared memory, up to a unit ahead. Lane (r, c) owns
-// tokens 8r .. 8r + 7 of the unit for the heads of its columns, so what it stores about them is one wide word.
+// Keys come row by row, whole rows at a time, 16 consecutive tokens to a step, into a ring of the warp's own in shared memory, up to a
+// unit ahead, also across segments.
 #pragma once
 #include "schedule.cuh"
 #include "tile.cuh"
@@ -10,8 +10,7 @@ namespace santa {
 
 // Few warps with deep rings: they reach the memory's speed and leave half of the registers to the next kernel's blocks, which then
 // start while the scan ends.
-constexpr int kScoreThreads = 128;
-constexpr int kScoreWarps = kScoreThreads / 32;
+constexpr int kScoreWarps = 4, kScoreThreads = 32 * kScoreWarps;
 constexpr int kScoreBlocks = 2;                           // blocks a multiprocessor holds
 constexpr int kRowParts = kHeadDim == 256 ? 2 : 1;                          // steps a tile of 16 keys is read in
 constexpr int kStepTiles = kHeadDim == 64 ? 2 : 1;                          // tiles read in one step
@@ -26,17 +25,53 @@ constexpr int kRingBytes = kScoreWarps * kStages * kStageBytes;
 static_assert(kAhead <= kSteps && 16 * kStepTiles * kRowSlots * 16 == kStageBytes);
 
 struct UnitScores {
-  float x[8][kHeadSlots];      // token 8r + i, head 8 * (s / 2) + 2c + s % 2; -inf beyond the row's length
+  float x[8][kHeadSlots];      // token token_of(i), head head_of(s); -inf beyond the row's length
 };
 
-// A lane's share of a unit: the address of token 8r, and how many of its eight tokens exist.
-struct LaneKeys {
-  const Half* base;
-  int valid;
+// What a lane holds of a unit's scores: tokens 16 t + 2 r + {0, 1} of its four tiles, heads 8 j + 2 c + {0, 1}.
+__device__ __forceinline__ int token_of(int i, int lane) { return i / 2 * 16 + lane / 4 * 2 + i % 2; }
+__device__ __forceinline__ int head_of(int slot, int lane) { return slot / 2 * 8 + lane % 4 * 2 + slot % 2; }
+
+// Dot products of a unit: mma's accumulators by tile and column block. remaining: tokens of the row from the unit's first on.
+struct UnitDots {
+  float acc[4][kColumns][4];
+  int remaining;
+
+  __device__ __forceinline__ float operator()(int i, int slot) const { return acc[i / 2][slot / 2][i % 2 * 2 + slot % 2]; }
+
+  __device__ __forceinline__ void scores(const Scores& scores, int lane, UnitScores& u) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+#pragma unroll
+      for (int h = 0; h < kHeadSlots; ++h) u.x[i][h] = scores((*this)(i, h));
+    if (remaining < kUnit)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+#pragma unroll
+        for (int h = 0; h < kHeadSlots; ++h)
+          if (token_of(i, lane) >= remaining) u.x[i][h] = -INFINITY;
+  }
 };
 
-// The warp's ring of key steps. A step holds rows 2r and 2r + 1 = tokens 8r + i, 8r + i + 1 of every r; chunk k of row j lies in slot
-// k ^ 4 (j / 2 % 2), so that lanes reading a fragment meet in no bank.
+// The group's queries as B operand in the natural order of features, as ldmatrix gives the keys.
+struct StepQuery {
+  uint32_t word[kColumns][kHeadDim / 16][2];
+
+  __device__ void load(const Half* q, int lane) {    // q: [kGroup, head_dim] of this row and KV head
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      const int head = 8 * j + lane / 4;
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(q + int64_t(head) * kHeadDim) + lane % 4;
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) word[j][k][i] = head < kGroup ? words[8 * k + 4 * i] : 0;
+    }
+  }
+};
+
+// The warp's ring of key steps. A step holds whole tiles of 16 tokens, or half of their features; 16-byte chunk k of row j lies in slot
+// k ^ (j / 2 % 8), so that neither cp.async nor ldmatrix meets itself in a bank.
 struct KeyRing {
   uint32_t base;
   uint64_t policy;
@@ -47,21 +82,30 @@ struct KeyRing {
     policy = evict_first();
   }
 
+  // tile_keys: of lane t, the first key of the unit's tile t.
   template <int STEP>
-  __device__ __forceinline__ void request(const LaneKeys& unit) {
+  __device__ __forceinline__ void request(const Half* tile_keys) {
     constexpr int tile = STEP / kRowParts * kStepTiles, part = STEP % kRowParts;
+    constexpr int kPeriod = kStepChunks == 12 ? 3 : 1, kPeriodRows = kPeriod * 32 / kStepChunks;      // loads after which rows repeat
     const int lane = threadIdx.x % 32;
     const uint32_t to = base + put * kStageBytes;
 #pragma unroll
-    for (int j = 0; j < 16 * kStepTiles * kStepChunks / 32; ++j) {
-      const int index = j * 32 + lane, row = index / kStepChunks, chunk = index % kStepChunks;
-      const int within = row % 16, r = within / 2, i = 2 * (tile + row / 16) + within % 2;      // token 8r + i
-      const Half* from = reinterpret_cast<const Half*>(__shfl_sync(kAll, reinterpret_cast<uint64_t>(unit.base), 4 * r));
-      const int valid = __shfl_sync(kAll, unit.valid, 4 * r);
-      asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(
-                       to + (row * kRowSlots + (chunk ^ r % 2 * 4)) * 16),
-                   "l"(from + i * (2 * kHeadDim) + (part * kStepChunks + chunk) * 8), "r"(i < valid ? 16 : 0), "l"(policy)
-                   : "memory");
+    for (int t = 0; t < kStepTiles; ++t) {
+      const Half* from = reinterpret_cast<const Half*>(__shfl_sync(kAll, reinterpret_cast<uint64_t>(tile_keys), tile + t)) +
+                         part * kStepChunks * 8;
+#pragma unroll
+      for (int i = 0; i < kPeriod; ++i) {
+        const int row = (i * 32 + lane) / kStepChunks, chunk = (i * 32 + lane) % kStepChunks;         // of the first load
+        const Half* own = from + row * (2 * kHeadDim) + chunk * 8;
+#pragma unroll
+        for (int j = 0; j < 16 / kPeriodRows; ++j) {
+          const uint32_t slot = chunk ^ (row + j * kPeriodRows) / 2 % 8;
+          asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(
+                           to + (16 * t + row) * (kRowSlots * 16) + slot * 16 + j * (kPeriodRows * kRowSlots * 16)),
+                       "l"(own + j * (kPeriodRows * 2 * kHeadDim)), "l"(policy)
+                       : "memory");
+        }
+      }
     }
     put = put + 1 == kStages ? 0 : put + 1;
   }
@@ -74,102 +118,216 @@ struct KeyRing {
   }
 
   template <int STEP>
-  __device__ __forceinline__ void multiply_into(float (&acc)[4][kColumns][4], const Query& query) {
+  __device__ __forceinline__ void multiply_into(float (&acc)[4][kColumns][4], const StepQuery& query) {
     constexpr int tile = STEP / kRowParts * kStepTiles, part = STEP % kRowParts;
-    const int lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
-    const uint32_t from = base + get * kStageBytes + (2 * r * kRowSlots + c) * 16, flip = r % 2 * 64;
+    // ldmatrix: lane l names row i = l % 8 of matrix l / 8: even tokens, odd tokens, both again 8 features on.
+    const int lane = threadIdx.x % 32, row = lane % 8 * 2 + lane / 8 % 2;
+    const uint32_t from = base + get * kStageBytes + row * (kRowSlots * 16), flip = (lane / 16 ^ lane % 8) * 16;
     get = get + 1 == kStages ? 0 : get + 1;
 #pragma unroll
-    for (int t = 0; t < kStepTiles; ++t) {
-      uint4 piece[2][kStepPieces];
+    for (int t = 0; t < kStepTiles; ++t)
 #pragma unroll
-      for (int e = 0; e < 2; ++e)
+      for (int k = 0; k < kStepChunks / 2; ++k) {
+        uint4 a;
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(a.x), "=r"(a.y), "=r"(a.z), "=r"(a.w)
+                     : "r"(from + (k * 32 ^ flip) + 16 * t * (kRowSlots * 16))
+                     : "memory");
 #pragma unroll
-        for (int p = 0; p < kStepPieces; ++p) {
-          uint4& v = piece[e][p];
-          const uint32_t at = from + (16 * t + e) * kRowSlots * 16 + (p * 64 ^ flip);
-          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+        for (int j = 0; j < kColumns; ++j) {
+          const uint32_t(&b)[2] = query.word[j][part * (kStepChunks / 2) + k];
+          mma(acc[tile + t][j], a.x, a.y, a.z, a.w, b[0], b[1]);
         }
-      multiply<part * kStepPieces, kStepPieces>(acc[tile + t], piece[0], piece[1], query);
-    }
+      }
   }
 };
 
 template <int STEP>
-__device__ __forceinline__ void first_requests(KeyRing& ring, const LaneKeys& unit) {
+__device__ __forceinline__ void first_requests(KeyRing& ring, const Half* tile_keys) {
   if constexpr (STEP < kAhead) {
-    ring.request<STEP>(unit);
+    ring.request<STEP>(tile_keys);
     ring.close();
-    first_requests<STEP + 1>(ring, unit);
+    first_requests<STEP + 1>(ring, tile_keys);
   }
 }
 
-template <int STEP>
-__device__ __forceinline__ void run_steps(KeyRing& ring, float (&acc)[4][kColumns][4], const Query& query, const LaneKeys& unit,
-                                          const LaneKeys& next, bool more) {
+template <int STEP, class Epilogue>
+__device__ __forceinline__ void run_steps(KeyRing& ring, UnitDots& dots, const StepQuery& query, const Half* tile_keys, const Half* next,
+                                          bool more, const Epilogue& epilogue, typename Epilogue::Unit& result) {
   if constexpr (STEP < kSteps) {
     constexpr int ahead = STEP + kAhead;
     ring.wait();
-    if constexpr (ahead < kSteps) ring.request<ahead>(unit);
+    if constexpr (ahead < kSteps) ring.request<ahead>(tile_keys);
     else if (more) ring.request<ahead - kSteps>(next);
     ring.close();
-    ring.multiply_into<STEP>(acc, query);
-    run_steps<STEP + 1>(ring, acc, query, unit, next, more);
+    ring.multiply_into<STEP>(dots.acc, query);
+    if constexpr (STEP % kRowParts == kRowParts - 1)
+#pragma unroll
+      for (int t = 0; t < kStepTiles; ++t) epilogue.add(dots, STEP / kRowParts * kStepTiles + t, result);
+    run_steps<STEP + 1>(ring, dots, query, tile_keys, next, more, epilogue, result);
   }
 }
 
-// Calls epilogue.begin() once the first keys are on their way, then epilogue(unit, UnitScores) for each of the warp's units.
-template <class Epilogue>
-__device__ void score_segment(const Batch& batch, const Pages& pages, const Scores& scores, const Query& query, const Segment& s,
-                              KeyRing& ring, Epilogue& epilogue) {
-  const int r = threadIdx.x % 32 / 4;
-  const int* table = batch.block_table + s.row * batch.table_stride;
-  const Half* keys = static_cast<const Half*>(pages.kv) + int64_t(s.head) * pages.block_size * (2 * kHeadDim);
-  const auto token_of = [&](int unit) { return min(min(unit, s.last - 1) * kUnit + r * 8, s.length - 1); };
-  const auto block_of = [&](int unit) { return table[token_of(unit) / pages.block_size]; };
-  const auto place = [&](int unit, int block) {
-    return LaneKeys{keys + int64_t(block) * pages.page_stride + token_of(unit) % pages.block_size * (2 * kHeadDim),
-                    s.length - unit * kUnit - r * 8};
-  };
+// The chunks a block is at work on, in shared memory; several, because its warps do not wait for each other. The first warp to take from
+// a chunk asks for the next; the last one out of it tidies up after it.
+struct ChunkSlots {
+  static constexpr int kSlots = 8, kAheadOfTidy = 5;
+  Segment segment[kSlots];     // of the block's chunk number i, in slot i % kSlots; row -1: there are no more
+  int taken[kSlots];           // of its units
+  int finished[kSlots];        // warps that are through with it
+  volatile int known, tidy;    // chunks asked for, and tidied up
 
-  // Warps take units as they get done with theirs.
-  __shared__ int taken;
-  __syncthreads();
-  if (threadIdx.x == 0) taken = s.first + kScoreWarps;
-  __syncthreads();
-  const auto take = [&] {
-    int unit = 0;
-    if (threadIdx.x % 32 == 0) unit = atomicAdd(&taken, 1);
-    return __shfl_sync(kAll, unit, 0);
-  };
-
-  int unit = s.first + threadIdx.x / 32;
-  if (unit >= s.last) { epilogue.begin(s); return; }
-  LaneKeys mine = place(unit, block_of(unit));
-  first_requests<0>(ring, mine);
-  int next = take(), next_block = block_of(next);
-  epilogue.begin(s);
-  while (unit < s.last) {
-    const LaneKeys following = place(next, next_block);
-    const int after = take();
-    next_block = block_of(after);
-    float acc[4][kColumns][4] = {};
-    run_steps<0>(ring, acc, query, mine, following, next < s.last);
-    UnitScores u;
-#pragma unroll
-    for (int t = 0; t < 4; ++t)
-#pragma unroll
-      for (int j = 0; j < kColumns; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) u.x[2 * t + e / 2][2 * j + e % 2] = 2 * t + e / 2 < mine.valid ? scores(acc[t][j][e]) : -INFINITY;
-    epilogue(unit, u);
-    mine = following;
-    unit = next;
-    next = after;
+  // By one thread.
+  __device__ void put(const Chunks& chunks, int index, int chunk) {
+    if (chunk < chunks.count) segment[index % kSlots] = chunks.at(chunk); else segment[index % kSlots].row = -1;
+    __threadfence_block();
+    known = index + 1;
   }
-  asm volatile("cp.async.wait_group 0;" ::: "memory");
-  __syncwarp();
-  ring.put = ring.get = 0;
+};
+
+struct Unit {                  // a warp's: the block's chunk, and the unit of its row, -1 for none
+  int chunk, unit;
+};
+
+// A block's work, as one of its warps goes through it.
+//
+// Epilogue: begin(segment, parity) when a warp enters a chunk, parity 0 and 1 in turns; add(dots, tile, result) as a unit's tiles come, and
+// (unit, dots, result) at its end; end(pair, parity) by one warp, once all are through with a chunk. What a chunk's warps share is kept
+// twice: none enters a chunk before the one two before it is tidied up.
+template <class Epilogue>
+struct Scan {
+  const Batch& batch;
+  const Pages& pages;
+  const Half* q;
+  const Chunks& chunks;
+  const Queue& queue;
+  const Progress& progress;
+  ChunkSlots& slots;
+  Epilogue& epilogue;
+  KeyRing ring;
+  int open = 0, left = 0;      // the chunk this warp takes from, and the first it has not left
+
+  __device__ __forceinline__ const Segment& segment(int chunk) const { return slots.segment[chunk % ChunkSlots::kSlots]; }
+
+  // The next unit. None where there are no more, and where the block would run too far ahead of its slowest warp.
+  __device__ __forceinline__ Unit take() {
+    int unit = -1;
+    if (threadIdx.x % 32 == 0)
+      for (;; ++open) {
+        while (slots.known <= open) {}
+        __threadfence_block();
+        const Segment& s = segment(open);
+        if (s.row < 0 || slots.tidy < open - ChunkSlots::kAheadOfTidy) break;
+        const int count = atomicAdd(&slots.taken[open % ChunkSlots::kSlots], 1);
+        if (count == 0) slots.put(chunks, open + 1, queue.take(chunks.count));
+        if (s.first + count < s.last) { unit = s.first + count; break; }
+      }
+    open = __shfl_sync(kAll, open, 0);
+    return {open, __shfl_sync(kAll, unit, 0)};
+  }
+
+  // First token of tile lane % 4, or of the row's last tile.
+  __device__ __forceinline__ int tile_token(Unit u) const {
+    return min(u.unit * kUnit + int(threadIdx.x % 4) * 16, (segment(u.chunk).length - 1) / 16 * 16);
+  }
+  __device__ __forceinline__ int block_of(Unit u) const {
+    return u.unit < 0 ? 0 : batch.block_table[segment(u.chunk).row * batch.table_stride + tile_token(u) / pages.block_size];
+  }
+  __device__ __forceinline__ const Half* keys_of(Unit u, int block) const {
+    return static_cast<const Half*>(pages.kv) + block * pages.page_stride +
+           (int64_t(segment(u.chunk).head) * pages.block_size + tile_token(u) % pages.block_size) * (2 * kHeadDim);
+  }
+
+  __device__ void leave_chunks_before(int chunk) {
+    for (; left < chunk; ++left) {
+      const int slot = left % ChunkSlots::kSlots;
+      int others = 0;
+      __threadfence_block();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) others = atomicAdd(&slots.finished[slot], 1);
+      if (__shfl_sync(kAll, others, 0) < kScoreWarps - 1) continue;
+      __threadfence_block();
+      const Segment s = slots.segment[slot];
+      const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
+      epilogue.end(pair, left % 2);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        progress.add(pair, s.last - s.first);
+        slots.taken[slot] = slots.finished[slot] = 0;
+        __threadfence_block();
+        slots.tidy = left + 1;
+      }
+      __syncwarp();
+    }
+  }
+
+  __device__ void run() {
+    Unit unit{0, -1}, next{0, -1};
+    const Half* keys = nullptr;
+    int next_block = 0, entered = -1;
+    StepQuery query;
+    for (;;) {
+      if (unit.unit < 0) {     // at the start, at the end, and where others have to catch up
+        leave_chunks_before(open);
+        unit = take();
+        if (unit.unit < 0) {
+          if (unit.chunk == left && segment(left).row < 0) break;
+          continue;
+        }
+        keys = keys_of(unit, block_of(unit));
+        first_requests<0>(ring, keys);
+        next = take();
+        next_block = block_of(next);
+      }
+      const Segment& s = segment(unit.chunk);
+      if (unit.chunk != entered) {
+        entered = unit.chunk;
+        leave_chunks_before(entered);
+        while (slots.tidy < entered - 1) {}
+        __threadfence_block();
+        epilogue.begin(s, entered % 2);
+        query.load(q + (int64_t(s.row) * batch.kv_heads + s.head) * kGroup * kHeadDim, threadIdx.x % 32);
+      }
+      const Half* following = keys_of(next, next_block);
+      const Unit after = take();
+      next_block = block_of(after);
+      UnitDots dots = {};
+      dots.remaining = s.length - unit.unit * kUnit;
+      typename Epilogue::Unit result;
+      run_steps<0>(ring, dots, query, keys, following, next.unit >= 0, epilogue, result);
+      epilogue(unit.unit, dots, result);
+      keys = following;
+      unit = next;
+      next = after;
+      if (unit.unit < 0 && next.unit >= 0) {   // others caught up in between
+        unit = next;
+        keys = keys_of(unit, next_block);
+        first_requests<0>(ring, keys);
+        next = take();
+        next_block = block_of(next);
+      }
+      if (unit.unit < 0) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncwarp();
+        ring.put = ring.get = 0;
+      }
+    }
+  }
+};
+
+template <class Epilogue>
+__device__ void scan_keys(const Batch& batch, const Pages& pages, const Half* q, const Chunks& chunks, char* shared, const Queue& queue,
+                          const Progress& progress, Epilogue& epilogue) {
+  __shared__ ChunkSlots slots;
+  if (threadIdx.x < ChunkSlots::kSlots) slots.taken[threadIdx.x] = slots.finished[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    slots.tidy = 0;
+    slots.put(chunks, 0, blockIdx.x);
+  }
+  __syncthreads();
+  Scan<Epilogue>{batch, pages, q, chunks, queue, progress, slots, epilogue, KeyRing(shared)}.run();
+  __syncthreads();
+  if (threadIdx.x == 0) queue.leave();
 }
 
 // A unit's exponent per head: floor(max) + 1, kNotFinite if a score is NaN or +inf, kNoExponent if all are -inf. Scores become 2^(x - e).
@@ -192,7 +350,5 @@ struct UnitExponents {
     }
   }
 };
-
-__device__ __forceinline__ int head_of(int slot, int lane) { return slot / 2 * 8 + lane % 4 * 2 + slot % 2; }
 
 }  // namespace santa

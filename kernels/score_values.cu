@@ -6,13 +6,19 @@ namespace santa {
 
 struct ValueEpilogue {
   const Batch& batch;
+  const Scores& scores;
   const Stash& out;
   int lane;
   int64_t first_head;              // row * query heads + first query head of the group
 
-  __device__ void begin(const Segment& s) { first_head = (int64_t(s.row) * batch.kv_heads + s.head) * kGroup; }
+  __device__ void begin(const Segment& s, int) { first_head = (int64_t(s.row) * batch.kv_heads + s.head) * kGroup; }
 
-  __device__ __forceinline__ void operator()(int unit, UnitScores& u) {
+  struct Unit {};
+  __device__ __forceinline__ void add(const UnitDots&, int, Unit&) const {}
+
+  __device__ __forceinline__ void operator()(int unit, const UnitDots& dots, Unit&) {
+    UnitScores u;
+    dots.scores(scores, lane, u);
     const UnitExponents exponents(u);
 #pragma unroll
     for (int h = 0; h < kHeadSlots; ++h) {
@@ -20,44 +26,40 @@ struct ValueEpilogue {
       int mass = 0;
 #pragma unroll
       for (int i = 0; i < 8; i += 2) {
-        const int low = min(65535, int(u.x[i][h] * 65536.f)), high = min(65535, int(u.x[i + 1][h] * 65536.f));
-        words[i / 2] = uint32_t(low) | uint32_t(high) << 16;
-        mass += low + high;
+        // floor by adding 2^23: the integer is then in the lowest bits
+        const uint32_t low = __float_as_uint(__fadd_rd(fminf(u.x[i][h] * 65536.f, 65535.f), 8388608.f));
+        const uint32_t high = __float_as_uint(__fadd_rd(fminf(u.x[i + 1][h] * 65536.f, 65535.f), 8388608.f));
+        words[i / 2] = __byte_perm(low, high, 0x5410);
+        mass += (low & 0xffff) + (high & 0xffff);
       }
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) mass += __shfl_xor_sync(kAll, mass, d);
       if (head_of(h, lane) >= kGroup) continue;
       const int64_t head = (first_head + head_of(h, lane)) * batch.max_units + unit;
-      store16(out.weight + head * kUnit + lane / 4 * 8, uint4{words[0], words[1], words[2], words[3]});
+      uint32_t* weights = reinterpret_cast<uint32_t*>(out.weight + head * kUnit) + lane / 4;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) weights[8 * t] = words[t];
       if (lane < 4) out.unit[head] = make_int2(exponents.e[h], mass);
     }
   }
+
+  __device__ void end(int64_t, int) const {}
 };
 
 __global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
     score_values_kernel(Batch batch, Pages pages, Scores scores, const Half* q, Stash out) {
   extern __shared__ __align__(128) char shared[];
   int* before = reinterpret_cast<int*>(shared + kRingBytes);
-  count_units<kScoreThreads>(batch, before);
+  const Chunks chunks = Chunks::make<kScoreThreads>(batch, before);
   launch_next();
-  const int64_t units = int64_t(before[batch.rows]) * batch.kv_heads;
-  int64_t at = units * blockIdx.x / gridDim.x;
-  const int64_t end = units * (blockIdx.x + 1) / gridDim.x;
-  ValueEpilogue epilogue{batch, out, int(threadIdx.x % 32)};
-  KeyRing ring(shared);
-  while (at < end) {
-    const Segment s = segment_at(batch, before, at, end);
-    Query query;
-    query.load(q + (int64_t(s.row) * batch.kv_heads + s.head) * kGroup * kHeadDim, threadIdx.x % 32);
-    score_segment(batch, pages, scores, query, s, ring, epilogue);
-    at += s.last - s.first;
-  }
+  ValueEpilogue epilogue{batch, scores, out, int(threadIdx.x % 32)};
+  scan_keys(batch, pages, q, chunks, shared, out.queue, out.progress, epilogue);
 }
 
 cudaError_t score_values(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const Stash& out, int blocks,
                          cudaStream_t stream) {
-  return launch(score_values_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int), stream, false, batch, pages,
-                scores, static_cast<const Half*>(q), out);
+  return launch_side_by_side(score_values_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int),
+                             stream, false, batch, pages, scores, static_cast<const Half*>(q), out);
 }
 
 }  // namespace santa

@@ -1,6 +1,9 @@
 // The value samplers (santa, strat, sys, prop, flash): the stash the K scan leaves, and what sampling makes of it.
 #pragma once
+#include <algorithm>
+
 #include "gather.cuh"
+#include "schedule.cuh"
 
 namespace santa {
 
@@ -9,6 +12,8 @@ enum Method { kSanta = 1, kStrat = 2, kSys = 3, kProp = 4, kFlash = 5 };
 struct Stash {                    // Q = rows * query heads
   uint16_t* weight;               // [Q, max_units * kUnit] u = floor(2^(x - e) * 65536)
   int2* unit;                     // [Q, max_units] (e, sum of the unit's u)
+  Queue queue;
+  Progress progress;              // [rows * KV heads] of the scan
 };
 
 // Exactly 2^e as double for e <= 0, 0 below the normal range.

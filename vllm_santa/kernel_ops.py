@@ -14,9 +14,13 @@ from vllm_santa.reference.values import FLASH_TILE, GROUP
 UNIT = GROUP
 """Tokens a warp scores at a time; they share one exponent in a stash, and are the granule of every buffer."""
 BIN_BITS = 5
-"""log2 of the log-codes per histogram bin."""
+"""log2 of the log-codes per bin of a histogram of 16-bit codes."""
 CHUNK = 8192
-"""Tokens one block of the placement covers."""
+"""Tokens one block of a placement covers."""
+BYTE_CODES, CODE_ZERO, CODE_STEP = 256, 192, 32
+"""pps keeps a log-code in a byte c: 0 excludes the token, others stand for CODE_STEP * (c - CODE_ZERO)."""
+DRAWS = 128
+"""Draws a block of the value samplers takes at a time."""
 
 
 @dataclass(frozen=True)
@@ -60,31 +64,27 @@ class PpsWorkspace:
 
     def __init__(self, rows: int, kv_heads: int, shape: Shape, max_context: int, max_budget: int, device: torch.device | str = "cuda"):
         self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
-        units, chunks = -(-max_context // UNIT), -(-max_context // CHUNK)
-        samples = max_budget + max_budget // 16 + 2  # bins are counted at their middle: off by at most 4.4 %
-        splits = max(1, min(64, -(-samples // 64), 512 // (rows * kv_heads)))
+        units = -(-max_context // UNIT)
+        samples = max_budget + max_budget // 256 + 2  # lambda is a whole log-code, solved in floating point
 
         def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=device)
 
         pair = (rows, kv_heads)
         self.look = empty(*pair, 4, shape.group, 2)
-        self.histogram = empty(*pair, 65536 >> BIN_BITS, dtype=torch.int32)
-        self.codes = empty(*pair, units * UNIT, dtype=torch.int16)
-        self.unit_mass = empty(*pair, units, shape.group, 2)
+        self.histogram = empty(*pair, BYTE_CODES, dtype=torch.int32)
+        self.codes = empty(*pair, units * UNIT, dtype=torch.uint8)
+        self.unit_mass = empty(*pair, units, shape.group)
+        self.queue = torch.zeros(2, dtype=torch.int32, device=device)
+        self.progress = torch.zeros(*pair, 2, dtype=torch.int32, device=device)
         self.rate = empty(*pair, dtype=torch.int32)
-        self.chunk_sum = empty(*pair, chunks, dtype=torch.int64)
-        self.chunk_mass = empty(*pair, chunks, shape.group, 2)
         self.sample = empty(*pair, samples, 4, dtype=torch.int32)
         self.count = empty(*pair, dtype=torch.int32)
-        self.partial = empty(*pair, splits, shape.group, shape.head_dim)
-        self.done = torch.zeros(pair, dtype=torch.int32, device=device)
 
     def buffers(self) -> tuple[Tensor, ...]:
         """In the order the kernels take them."""
         return (
-            self.look, self.histogram, self.codes, self.unit_mass, self.rate, self.chunk_sum, self.chunk_mass,
-            self.sample, self.count, self.partial, self.done,
+            self.look, self.histogram, self.codes, self.unit_mass, self.queue, self.progress, self.rate, self.sample, self.count,
         )  # fmt: skip
 
 
@@ -94,19 +94,23 @@ class ValuesWorkspace:
     def __init__(self, rows: int, kv_heads: int, shape: Shape, max_context: int, max_budget: int, device: torch.device | str = "cuda"):
         self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
         head = (rows, kv_heads * shape.group)
-        units, splits = -(-max_context // UNIT), max(1, min(64, -(-max_budget // 64), 1024 // (head[0] * head[1])))
+        units, splits = -(-max_context // UNIT), max(1, min(64, -(-max_budget // DRAWS), 1024 // (head[0] * head[1])))
         self.weight = torch.empty(*head, units * UNIT, dtype=torch.int16, device=device)
         self.unit = torch.empty(*head, units, 2, dtype=torch.int32, device=device)
+        self.queue = torch.zeros(2, dtype=torch.int32, device=device)
+        self.progress = torch.zeros(rows, kv_heads, 2, dtype=torch.int32, device=device)
         self.partial = torch.empty(*head, splits, shape.head_dim, device=device)
         self.done = torch.zeros(head, dtype=torch.int32, device=device)
-        pair, tile_splits = (rows, kv_heads), max(1, min(64, -(-max_context // FLASH_TILE), 1024 // (rows * kv_heads)))
+        pair, tile_splits = (rows, kv_heads), max(1, min(64, -(-max_context // (8 * FLASH_TILE)), 1024 // (rows * kv_heads)))
         self.tile_partial = torch.empty(*pair, tile_splits, shape.group, shape.head_dim, device=device)
         self.tile_done = torch.zeros(pair, dtype=torch.int32, device=device)
         self.tile_mass = torch.empty(*pair, tile_splits, shape.group, 2, dtype=torch.int32, device=device)
 
     def buffers(self) -> tuple[Tensor, ...]:
         """In the order the kernels take them."""
-        return self.weight, self.unit, self.partial, self.done, self.tile_partial, self.tile_done, self.tile_mass
+        return (
+            self.weight, self.unit, self.queue, self.progress, self.partial, self.done, self.tile_partial, self.tile_done, self.tile_mass,
+        )  # fmt: skip
 
 
 def check_tensors(query: Tensor, kv: Tensor, output: Tensor, rows: Rows, shape: Shape, max_context: int, capacity: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 Buffers = TypeVar("Buffers")
 ALIGNMENT = 256
-ZEROED = ("done", "tile_done")
+ZEROED = ("done", "tile_done", "queue", "progress")
 """Counters that must be zero before a launch; the kernels leave them zero."""
 
 

@@ -1,0 +1,327 @@
+// pps, last stage: chooses a KV head's rows and sums them up, a cluster of blocks to a row and KV head, as soon as the scan is through with it.
+//
+// Each block turns its slice of the log-codes into inclusion probabilities, places the samples that fall into it (systematic sampling over
+// the prefix sums), and reads their K and V: out = sum over the chosen rows of (p / pi) v. The scores are computed again from the keys; p
+// uses the exact log2-sum-exp. The blocks exchange their sums through shared memory: before placement, and at the end.
+#include "block_sum.cuh"
+#include "cluster.cuh"
+#include "gather.cuh"
+#include "philox.cuh"
+#include "pps.cuh"
+#include "rate.cuh"
+
+namespace santa {
+
+constexpr int kRowsThreads = 256, kRowsWarps = kRowsThreads / 32;
+constexpr int kPieceTokens = 8;                      // codes of one load
+constexpr int kMaxPieces = 4;                        // of a thread at a time
+constexpr int kTileTokens = kRowsThreads * kMaxPieces * kPieceTokens;
+constexpr int kListed = 512;                         // a block's samples beyond these are read back from global memory
+constexpr int kMaxCluster = 16;
+constexpr int kTileRows = 8;                         // rows a warp reads at a time
+constexpr int kValueLoads = kTileRows / kRowsAtOnce;
+// Registers of a lane's keys, V rows, sums and queries: where they allow it, V is read beside K, not after it.
+constexpr int kRowRegisters = 4 * kPieces + 4 * kValueLoads + 8 * kGroup + 4 * kColumns * kPieces;
+constexpr bool kValuesEarly = kRowRegisters <= 200;
+constexpr int kOutSize = kGroup * kHeadDim, kQuads = kOutSize / 4;
+constexpr int kPartsBytes = kRowsWarps * kOutSize * int(sizeof(float));
+constexpr int kListBytes = kPartsBytes > kListed * 16 ? kPartsBytes : kListed * 16;
+// Sums that the other blocks hand in, in shares that may be rounded up.
+constexpr int kDynamicBytes = kListBytes + (kQuads + kMaxCluster) * 16;
+
+using ByteSolver = BinSolver<kByteCodes, 32, -(kCodeZero << kBinShift)>;
+
+// A sum of exponentials: sum * 2^top.
+struct Mass {
+  float top = -3e9f, sum = 0.f;
+
+  __device__ __forceinline__ void add(float log2_mass) {
+    if (log2_mass == -INFINITY) return;
+    const float higher = fmaxf(top, log2_mass);
+    sum = sum * exp2_fast(top - higher) + exp2_fast(log2_mass - higher);
+    top = higher;
+  }
+  __device__ __forceinline__ void add_lanes() {
+#pragma unroll
+    for (int d = 16; d > 0; d /= 2) {
+      const float other_top = __shfl_xor_sync(kAll, top, d), other_sum = __shfl_xor_sync(kAll, sum, d), higher = fmaxf(top, other_top);
+      sum = sum * exp2_fast(top - higher) + other_sum * exp2_fast(other_top - higher);
+      top = higher;
+    }
+  }
+  // Log2 of it all: NaN if a score was NaN or +inf, -inf if none was finite.
+  __device__ __forceinline__ float log2() const {
+    const float value = top + log2f(sum);
+    return value < INFINITY ? value : NAN;
+  }
+};
+
+// A thread's consecutive tokens and their inclusion probabilities.
+struct Run {
+  int first, pieces;                                 // first token; tokens / kPieceTokens
+  int block[kMaxPieces];                             // a piece lies in one block of the cache
+  int64_t pi[kMaxPieces * kPieceTokens];
+
+  __device__ __forceinline__ void locate(const int* table, int block_size, int n) {
+#pragma unroll
+    for (int p = 0; p < kMaxPieces; ++p) {
+      const int token = first + p * kPieceTokens;
+      block[p] = p < pieces && token < n ? table[token / block_size] : 0;
+    }
+  }
+  // The scan wrote whole units: codes beyond n are 0.
+  __device__ __forceinline__ void load(const uint8_t* codes, int n, uint2 (&words)[kMaxPieces]) const {
+#pragma unroll
+    for (int p = 0; p < kMaxPieces; ++p) {
+      const int token = first + p * kPieceTokens;
+      words[p] = p < pieces && token < n ? __ldcg(reinterpret_cast<const uint2*>(codes + token)) : uint2{};
+    }
+  }
+  // inclusion: [kByteCodes] by code. Returns their sum.
+  __device__ __forceinline__ int64_t include(const uint2 (&words)[kMaxPieces], const int64_t* inclusion) {
+    int64_t sum = 0;
+#pragma unroll
+    for (int p = 0; p < kMaxPieces; ++p)
+      if (p < pieces)
+#pragma unroll
+        for (int i = 0; i < kPieceTokens; ++i)
+          sum += pi[p * kPieceTokens + i] = inclusion[(i < 4 ? words[p].x : words[p].y) >> 8 * (i % 4) & 0xff];
+    return sum;
+  }
+};
+
+// 8 chosen rows: lane (r, c) holds pieces of the key of row r; kRowLanes lanes hold a V row.
+struct RowTile {
+  float pi;                       // of row r
+  uint4 key[kPieces], values[kValueLoads];
+
+  __device__ __forceinline__ void load_values(const Half* const* address, int valid) {
+    const int lane = threadIdx.x % 32;
+    if (lane < kRowLanes * kRowsAtOnce)
+#pragma unroll
+      for (int i = 0; i < kValueLoads; ++i) {
+        const int row = i * kRowsAtOnce + lane / kRowLanes;
+        if (row < valid) values[i] = load_row(address[row] + kHeadDim + lane % kRowLanes * 8);
+      }
+  }
+
+  // sample: of row r; where there are fewer than 8, one that is there.
+  __device__ __forceinline__ void load(const Pages& pages, int head, int4 sample, int valid, const Half** address) {
+    const int lane = threadIdx.x % 32;
+    pi = __int_as_float(sample.z);
+    const Half* row = static_cast<const Half*>(pages.kv) + sample.y / pages.block_size * pages.page_stride +
+                      (int64_t(head) * pages.block_size + sample.y % pages.block_size) * (2 * kHeadDim);
+#pragma unroll
+    for (int p = 0; p < kPieces; ++p) key[p] = load_row(row + lane % 4 * 8 + p * 32);
+    if (lane % 4 == 0) address[lane / 4] = row;
+    __syncwarp();
+    if constexpr (kValuesEarly) load_values(address, valid);
+  }
+};
+
+__global__ void __launch_bounds__(kRowsThreads, kRowRegisters <= 112 ? 2 : 1)
+    sample_rows_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers buffers, Half* out, float* lse_out) {
+  __shared__ int64_t double_exp2[256], inclusion[kByteCodes], scratch[kRowsWarps];
+  __shared__ int64_t slice_sum[kMaxCluster];         // of every block's slice: written by that block
+  __shared__ float2 slice_mass[kMaxCluster][kGroup];
+  __shared__ float lse[kGroup];
+  __shared__ const Half* address[kRowsWarps][kTileRows];
+  __shared__ float weight[kRowsWarps][kTileRows][kGroup];
+  __shared__ ByteSolver::Shared solver_shared;
+  __shared__ int rate;
+  extern __shared__ __align__(16) float parts[];     // [kRowsWarps, kOutSize]; before that, the list of samples
+  int4* list = reinterpret_cast<int4*>(parts);
+  float4* incoming = reinterpret_cast<float4*>(parts) + kListBytes / 16;          // [blocks, share]
+  const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const bool first_block = rank == 0 && head == 0 && row == 0;
+  const int64_t pair = int64_t(row) * batch.kv_heads + head;
+  const int n = batch.length(row);
+  if (n == 0) {                                      // of another method, or empty
+    if (rank == 0 && (batch.methods >> batch.method[row] & 1)) {
+      for (int i = threadIdx.x; i < kOutSize; i += kRowsThreads) out[pair * kOutSize + i] = Half(0.f);
+      if (lse_out && threadIdx.x < kGroup) lse_out[pair * kGroup + threadIdx.x] = -INFINITY;
+      if (threadIdx.x == 0) buffers.count[pair] = 0;
+    }
+    if (first_block) wait_previous();
+    return;
+  }
+  cluster_arrive();
+  const int tiles = ceil_div(n, blocks * kTileTokens);
+  Run run;
+  run.pieces = tiles > 1 ? kMaxPieces : ceil_div(n, blocks * kRowsThreads * kPieceTokens);
+  const int tile_tokens = kRowsThreads * run.pieces * kPieceTokens, begin = rank * tiles * tile_tokens;
+  const int* table = batch.block_table + row * batch.table_stride;
+  const uint8_t* codes = buffers.codes + pair * batch.max_units * kUnit;
+  const auto enter = [&](int tile) {
+    run.first = begin + tile * tile_tokens + threadIdx.x * run.pieces * kPieceTokens;
+    run.locate(table, pages.block_size, n);
+  };
+  enter(0);
+  for (int i = threadIdx.x; i < 256; i += kRowsThreads) double_exp2[i] = 2 * buffers.exp2[i];
+  const int64_t offset = uniform44(batch.seed[row], n - 1, batch.layer, kSelectStream, batch.head_offset + head, 0);
+  buffers.progress.wait(pair, ceil_div(n, kUnit));
+  cluster_wait();                                    // the blocks' shared memory may be written to: all have started
+
+  uint2 words[kMaxPieces];
+  run.load(codes, n, words);
+  if (warp == 0) {
+    ByteSolver solver{solver_shared};
+    solver.load(buffers.histogram + pair * kByteCodes);
+    solver.solve(batch.budget[row], &rate);
+    __syncwarp();
+    for (int code = lane; code < kByteCodes; code += 32)
+      inclusion[code] = code > 0 ? power(double_exp2, (code - kCodeZero << kBinShift) + rate) : 0;
+  }
+  const int first_unit = begin / kUnit, last_unit = min(ceil_div(n, kUnit), (begin + tiles * tile_tokens) / kUnit);
+  for (int h = warp > 0 ? warp - 1 : kGroup; h < kGroup; h += kRowsWarps - 1) {
+    const float* units = buffers.unit_mass + pair * batch.max_units * kGroup + h;
+    Mass mass;
+    for (int u = first_unit + lane; u < last_unit; u += 4 * 32) {
+      float part[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part[i] = u + 32 * i < last_unit ? __ldcg(units + int64_t(u + 32 * i) * kGroup) : -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mass.add(part[i]);
+    }
+    mass.add_lanes();
+    if (lane < blocks) *in_block(&slice_mass[rank][h], lane) = make_float2(mass.top, mass.sum);
+  }
+  __syncthreads();
+
+  // The slice's sum of inclusion probabilities, and what lies before it. The probabilities of the only tile stay in registers.
+  int64_t own = run.include(words, inclusion), slice_own = own;
+  for (int tile = 1; tile < tiles; ++tile) {
+    enter(tile);
+    run.load(codes, n, words);
+    slice_own += run.include(words, inclusion);
+  }
+  int64_t sum;
+  int64_t upto = block_scan<kRowsThreads>(slice_own, scratch, &sum);
+  if (threadIdx.x < blocks) *in_block(&slice_sum[rank], threadIdx.x) = sum;
+  cluster_barrier();
+  int64_t at = offset, whole = offset;               // prefix sums at the slice's start, and over the row
+  for (int b = 0; b < blocks; ++b) {
+    if (b < rank) at += slice_sum[b];
+    whole += slice_sum[b];
+  }
+  Query query;
+  query.load(q + pair * kOutSize, lane);
+
+  // Placement: token i is sample number (prefix sum before it) >> 44 if the prefix sum passes the next multiple there.
+  int4* sample = buffers.sample + pair * buffers.max_samples;
+  const int first_slot = int(at >> 44), count = max(0, min(buffers.max_samples, int((at + sum) >> 44)) - first_slot);
+  for (int tile = 0; tile < tiles; ++tile) {
+    if (tiles > 1) {
+      enter(tile);
+      run.load(codes, n, words);
+      own = run.include(words, inclusion);
+      __syncthreads();                               // scratch is used again
+      upto = block_scan<kRowsThreads>(own, scratch, &sum);
+    }
+    int64_t here = at + upto - own;
+    at += sum;
+    if (here >> 44 == (here + own) >> 44) continue;
+#pragma unroll
+    for (int p = 0; p < kMaxPieces; ++p)
+      if (p < run.pieces) {
+        const int token = run.first + p * kPieceTokens, cache_row = run.block[p] * pages.block_size + token % pages.block_size;
+#pragma unroll
+        for (int i = 0; i < kPieceTokens; ++i) {
+          const int64_t pi = run.pi[p * kPieceTokens + i], slot = here >> 44;
+          here += pi;
+          if (here >> 44 > slot && slot < buffers.max_samples) {
+            const int4 chosen = make_int4(token + i, cache_row + i, __float_as_int(float(pi) * (1.f / float(kOne))), 0);
+            sample[slot] = chosen;
+            if (slot - first_slot < kListed) list[slot - first_slot] = chosen;
+          }
+        }
+      }
+  }
+  __syncthreads();
+
+  // The rows; while the first are on their way, the heads' log2-sum-exps.
+  RowTile rows;
+  int tile = warp * kTileRows;
+  const int r = lane / 4, c = lane % 4;
+  const auto load = [&] {
+    const int mine = min(tile + r, count - 1);
+    if (tile < count)
+      rows.load(pages, head, mine < kListed ? list[mine] : __ldcg(sample + first_slot + mine), count - tile, address[warp]);
+  };
+  load();
+  for (int h = warp; h < kGroup; h += kRowsWarps) {
+    Mass mass;
+    if (lane < blocks) mass = {slice_mass[lane][h].x, slice_mass[lane][h].y};
+    mass.add_lanes();
+    if (lane == 0) lse[h] = mass.log2();
+  }
+  __syncthreads();
+  if (rank == 0) {
+    if (threadIdx.x == 0) {
+      buffers.rate[pair] = rate;
+      buffers.count[pair] = int(min(int64_t(buffers.max_samples), whole >> 44));
+    }
+    if (lse_out && threadIdx.x < kGroup) lse_out[pair * kGroup + threadIdx.x] = lse[threadIdx.x];
+  }
+  ValueSum<kGroup> values;
+  while (tile < count) {
+    const int valid = count - tile;
+    float acc[kColumns][4] = {};
+    multiply<0, kPieces>(acc, rows.key, rows.key, query);
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j)
+#pragma unroll
+      for (int k = 0; k < 2; ++k)
+        if (const int h = 8 * j + 2 * c + k; h < kGroup)
+          weight[warp][r][h] = r < valid ? exp2_fast(scores(acc[j][k]) - lse[h]) / rows.pi : 0.f;
+    __syncwarp();
+    if constexpr (!kValuesEarly) rows.load_values(address[warp], valid);
+    if (lane < kRowLanes * kRowsAtOnce)
+#pragma unroll
+      for (int i = 0; i < kValueLoads; ++i) {
+        const int at = i * kRowsAtOnce + lane / kRowLanes;
+        if (at < valid) values.add(rows.values[i], weight[warp][at]);
+      }
+    __syncwarp();
+    tile += kRowsWarps * kTileRows;
+    load();
+  }
+  __syncthreads();                                   // the list makes way for the sums
+
+  // Each block adds up a share of the output, from all blocks' sums in a fixed order.
+  values.hand_in(parts);
+  const int share = ceil_div(kQuads, blocks);
+  for (int i = threadIdx.x; i < kQuads; i += kRowsThreads)
+    in_block(incoming, i / share)[rank * share + i % share] = sum_warps<kRowsWarps, kOutSize>(parts, i);
+  cluster_barrier();
+  for (int i = rank * share + threadIdx.x; i < min(kQuads, (rank + 1) * share); i += kRowsThreads) {
+    float4 total = {};
+#pragma unroll 4
+    for (int b = 0; b < blocks; ++b) {
+      const float4 part = incoming[b * share + i % share];
+      total.x += part.x; total.y += part.y; total.z += part.z; total.w += part.w;
+    }
+    if (isnan(lse[4 * i / kHeadDim])) total = make_float4(NAN, NAN, NAN, NAN);
+    store_half4(out + pair * kOutSize + 4 * i, total);
+  }
+  if (rank == 0 && threadIdx.x == 0) buffers.progress.leave(pair, 1);
+  if (first_block) wait_previous();
+}
+
+// Blocks that share a row and KV head: as many as keep a thread's run in registers and fill the GPU, within what the device can run.
+int cluster_size(const Batch& batch, int most) {
+  const int64_t tokens = int64_t(batch.max_units) * kUnit, pairs = int64_t(batch.rows) * batch.kv_heads;
+  int size = 1;
+  while (size < most && tokens > int64_t(size) * 1024 && (tokens > int64_t(size) * kTileTokens || pairs * size < 128)) size *= 2;
+  return size;
+}
+
+cudaError_t sample_rows(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const PpsBuffers& buffers, void* out,
+                        float* lse, cudaStream_t stream, bool overlap) {
+  static const int most = overlap ? largest_cluster(sample_rows_kernel, kRowsThreads, kDynamicBytes, kMaxCluster) : 1;
+  const int size = cluster_size(batch, most);
+  return launch_clusters(sample_rows_kernel, dim3(size, batch.kv_heads, batch.rows), kRowsThreads, kDynamicBytes, size, stream, overlap, batch,
+                         pages, scores, static_cast<const Half*>(q), buffers, static_cast<Half*>(out), lse);
+}
+
+}  // namespace santa
