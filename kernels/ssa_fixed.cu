@@ -1,6 +1,6 @@
 // ssa_fixed, topk, uniform_tail: a heavy set by exact threshold, and a tail. The histogram gives the bin of the largest code outside the
 // heavy set; count_kernel counts that bin's codes one by one and weighs the bins below it; place_kernel then knows threshold, ties and
-// weights, and writes the rows taken in order. As in place.cu, blocks wait only for blocks of lower index.
+// weights, and writes the rows taken in order. As in ssa_place.cu, blocks wait only for blocks of lower index.
 #include "block_sum.cuh"
 #include "philox.cuh"
 #include "ssa.cuh"
