@@ -36,16 +36,13 @@ void ssa(TensorView q, TensorView kv, TensorView code_plane, TensorView block_ta
                              int(norm.size(2))};
   const SelectBuffers select{data<const unsigned>(histogram),
                              data<const int16_t>(codes),
-                             nullptr,
                              data<const int64_t>(exp2),
                              data<int>(rate),
                              data<int64_t>(chunk_sum),
-                             nullptr,
                              data<int4>(sample),
                              data<int>(count),
                              chunks,
-                             int(sample.size(2)),
-                             kGroup};
+                             int(sample.size(2))};
   const SoftMerge merge{{data<float>(partial), data<int>(done), int(partial.size(2))}, data<float2>(mass)};
   const bool overlap = overlaps(device);
   check(proxy_tables(batch, codebooks, q.data_ptr(), float(scale), proxies, stream), "proxy_tables");

@@ -46,6 +46,17 @@ struct ProxyBuffers {             // P = rows * kv_heads pairs of a row and a KV
   int max_chunks, norm_slots;
 };
 
+struct SelectBuffers {            // what the selection reads and leaves
+  const unsigned* histogram;      // [P, kBins] of the included log-codes
+  const int16_t* codes;           // [P, max_units * kUnit]
+  const int64_t* exp2;            // [256] round(2^43 * 2^(f / 256))
+  int* rate;                      // [P] lambda in log-codes (written for whoever wants to know)
+  int64_t* chunk_sum;             // [P, max_chunks] zero before the placement runs
+  int4* sample;                   // [P, max_samples] (token, its row in the cache, inclusion probability as float, 0)
+  int* count;                     // [P]
+  int max_chunks, max_samples;
+};
+
 cudaError_t proxy_tables(const Batch&, const Codebooks&, const void* q, float scale, const ProxyBuffers&, cudaStream_t);
 cudaError_t proxy_scores(const Batch&, const CodePages&, const Window&, const ProxyBuffers&, cudaStream_t, bool overlap);
 cudaError_t proxy_mix(const Batch&, const Window&, float uniform_share, const ProxyBuffers&, int blocks, cudaStream_t, bool overlap);
