@@ -4,6 +4,8 @@ PYTHON ?= python3
 MODEL ?= smollm2-135m
 TORCH := 2.13.0
 VLLM := 0.32.0
+FLASHINFER := 0.7.2.post1
+TVM_FFI := 0.1.11
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
@@ -25,9 +27,9 @@ demo: setup ## Start a real server, ask it with four methods, print the table
 serve: setup ## Start the demo's server and leave it up
 	@$(BIN)/python -m examples.demo --serve
 
-test: model ## Run all tests; those that need a GPU skip
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical tests/unit tests/gpu
-	$(BIN)/python -m pytest tests/serve tests/reliability
+test: model $(VENV)/headers.stamp ## Run all tests; those that need a GPU skip
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n logical tests/unit tests/gpu
+	$(BIN)/python -m pytest -rs tests/serve tests/reliability
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
@@ -54,4 +56,9 @@ $(VENV)/packages.stamp: requirements/cpu.txt
 
 $(VENV)/project.stamp: $(VENV)/packages.stamp pyproject.toml
 	@$(PIP) --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# For the compile check of the CUDA sources; beside the environment, since vLLM's CPU build must not find FlashInfer in it.
+$(VENV)/headers.stamp: $(VENV)/packages.stamp
+	@$(PIP) --no-deps --target $(VENV)/cuda-headers flashinfer-python==$(FLASHINFER) apache-tvm-ffi==$(TVM_FFI)
 	@touch $@
