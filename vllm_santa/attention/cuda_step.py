@@ -2,18 +2,22 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends.flashinfer import FlashInferMetadata
 
 from vllm_santa.attention.device_rows import DeviceRows
-from vllm_santa.attention.kernel_layer import KernelLayer
-from vllm_santa.attention.kernels import Kernels
 from vllm_santa.attention.layer import SparseStep
 from vllm_santa.kernel_ops import Rows
 from vllm_santa.rows import SparseToken, StepPlan
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.attention.backends.flashinfer import FlashInferMetadata
+
+    from vllm_santa.attention.kernel_layer import KernelLayer
+    from vllm_santa.attention.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,10 @@ class CudaStep(SparseStep):
     by_reference: tuple[SparseToken, ...] = ()
 
     @classmethod
-    def all_dense(cls, common: CommonAttentionMetadata, plan: StepPlan | None = None) -> "CudaStep":
+    def all_dense(cls, common: "CommonAttentionMetadata", plan: StepPlan | None = None) -> "CudaStep":
         return cls(common.block_table_tensor, plan or StepPlan([0, common.num_actual_tokens], [], []))
 
-    def decode(self, layer: KernelLayer, query: Tensor, key: Tensor, value: Tensor, kv: Tensor, codes: Tensor, output: Tensor) -> None:
+    def decode(self, layer: "KernelLayer", query: Tensor, key: Tensor, value: Tensor, kv: Tensor, codes: Tensor, output: Tensor) -> None:
         """Write the outputs of the layer's sparse tokens; while there are no codebooks, let it collect the step's prompt tokens.
 
         query, output: [>= tokens, Hq, D]. key, value: [>= tokens, H, D]. kv, codes: the cache's planes.
@@ -65,12 +69,12 @@ class CudaStep(SparseStep):
 class StepRows:
     """Makes the CudaStep of each step; owns the device buffers behind it."""
 
-    def __init__(self, kernels: Kernels, block_size: int, device: torch.device):
+    def __init__(self, kernels: "Kernels", block_size: int, device: torch.device):
         self._kernels, self._limits, self._block_size, self._device = kernels, kernels.limits, block_size, device
         self._buffers = DeviceRows(self._limits.rows, device)
         self._dense_lens = torch.empty(self._limits.rows, dtype=torch.int32, device=device)
 
-    def fill(self, common: CommonAttentionMetadata, plan: StepPlan) -> CommonAttentionMetadata:
+    def fill(self, common: "CommonAttentionMetadata", plan: StepPlan) -> "CommonAttentionMetadata":
         """Send the plan's rows of one token to the device. Returns the step as FlashInfer is to see it: those rows are one token long."""
         tokens = [token for token in plan.sparse if token.by_kernel and _alone(plan, token)]
         self._buffers.fill(tokens)
@@ -82,7 +86,7 @@ class StepRows:
         on_host[[token.row for token in tokens]] = 1
         return common.replace(seq_lens=lengths, seq_lens_cpu_upper_bound=on_host)
 
-    def step(self, common: CommonAttentionMetadata, plan: StepPlan, dense: FlashInferMetadata) -> CudaStep:
+    def step(self, common: "CommonAttentionMetadata", plan: StepPlan, dense: "FlashInferMetadata") -> CudaStep:
         """What the layers do beside FlashInfer's `dense` plan of the same step."""
         count = dense.num_decodes
         uniform = dense.num_decode_tokens == count  # else there are drafts among the decodes, and a row is not a token
@@ -98,7 +102,7 @@ class StepRows:
             tuple(token for token in plan.sparse if not token.by_kernel),
         )
 
-    def _decodes(self, common: CommonAttentionMetadata, count: int) -> Rows:
+    def _decodes(self, common: "CommonAttentionMetadata", count: int) -> Rows:
         table, buffers = self._narrow(common.block_table_tensor[:count]), self._buffers
         return Rows(table, common.seq_lens[:count], buffers.method[:count], buffers.budget[:count], buffers.seed[:count])
 
@@ -123,7 +127,7 @@ class StepRows:
             yield GatheredRows(self._upload((token.token for token in part), torch.int64), rows, families)
 
     def _upload(self, values: Iterable[int], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(list(values), dtype=dtype, pin_memory=True).to(self._device, non_blocking=True)
+        return torch.tensor(list(values), dtype=dtype, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)
 
 
 def _alone(plan: StepPlan, token: SparseToken) -> bool:
