@@ -1,7 +1,8 @@
 """Attention error on real queries, keys and values: `python -m benchmarks.quality.error smollm2-135m --context 4096`.
 
-One prefill of the measured text and one of another text, which trains the codebooks; then every estimator on query tokens spread over the
-second half of the text, against dense attention in float32. Writes benchmarks/results/error-MODEL-CONTEXT.json.
+One prefill of the measured text and one of another text, which trains the codebooks as `vllm-santa calibrate` does; then every estimator
+on query tokens spread over the second half of the text, against dense attention in float32. Writes
+benchmarks/results/error-MODEL-CONTEXT.json.
 """
 
 import json
@@ -26,6 +27,7 @@ from benchmarks.quality.texts import TEXTS
 from vllm_santa.capture import Captured, capture_qkv
 from vllm_santa.codebook import Codebook
 from vllm_santa.reference.pq import encode, lookup_tables, proxy_scores
+from vllm_santa.rotary import layer_rotary
 from vllm_santa.training import train_codebook
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -51,6 +53,7 @@ def main(
     network = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(prepare(model))
     layers = range(0, network.config.num_hidden_layers, layer_step)
+    served = network.config.max_position_embeddings
     captures = []
     for name, tokens in ((codebook_text, training or context), (text, context)):
         console.print(f"{model}: prefill of {tokens} tokens of {name}")
@@ -60,7 +63,9 @@ def main(
         captures.append(capture_qkv(network, ids, layers))
     other, records = captures
     codebooks = {
-        layer: train_codebook(record.keys, record.grouped_queries(), subspaces)
+        layer: train_codebook(
+            record.keys, record.grouped_queries(), subspaces, rotary=layer_rotary(network.config, layer, served), values=record.values
+        )
         for layer, record in track(other.items(), "codebooks", console=console)
     }
     found: dict[tuple[str, float], list[Measured]] = defaultdict(list)
@@ -70,7 +75,8 @@ def main(
                 found[result.method, result.budget].append(result)
     report = {
         "command": f"python -m benchmarks.quality.error {model} --context {context} --text {text} --codebook-text {codebook_text} "
-        f"--training {training or context} --subspaces {subspaces} --layer-step {layer_step} --positions {positions} --repeats {repeats}",
+        f"--training {training or context} --subspaces {subspaces} --layer-step {layer_step} --positions {positions} --repeats {repeats}"
+        + (f" --suffix={suffix}" if suffix else ""),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
         "model": model,
@@ -78,6 +84,8 @@ def main(
         "text": text,
         "codebook_text": codebook_text,
         "training": training or context,
+        "codebook_positions": served,
+        "value_norms": True,
         "subspaces": subspaces,
         "layers": list(layers),
         "positions": positions,
