@@ -49,20 +49,23 @@ def test_poison_shows(server: Server) -> None:
 def test_preemption(server: Server) -> None:
     """Five answers outgrow a pool of 2,560 tokens; who is thrown out comes back and says what it would have said.
 
-    Here every step counts, so rounding gets three chances (see assert_same); tokens that were drawn anew would fail them all.
+    Here every step counts, so rounding gets chances (see assert_same), and so does a busy machine, on which the five may come too far apart
+    to outgrow the pool together. Tokens that were drawn anew would fail every time.
     """
-    for first_seed in (200, 210, 220):
+    attempts = []
+    for first_seed in (200, 210, 220, 230):
         crowd = asks(470, 64, first_seed, METHODS[:5])
         alone = [server.ask(ask) for ask in crowd]
         server.reset_prefix_cache()
         server.rpc("poison_cache")
         with server.counting() as gained:
             together = server.ask_together(crowd)
-        assert gained.total("vllm:num_preemptions_total") > 0
+        preemptions = gained.total("vllm:num_preemptions_total")
         agreed = [answer.agreement(before) for answer, before in zip(together, alone, strict=True)]
-        if agreed == [64] * 5:
+        if preemptions > 0 and agreed == [64] * 5:
             return
-    raise AssertionError(f"steps that agree: {agreed}")
+        attempts.append((preemptions, agreed))
+    raise AssertionError(f"preemptions, and steps that agree: {attempts}")
 
 
 def test_prefix_hits(server: Server) -> None:
