@@ -1,11 +1,13 @@
 """vLLM's CPU platform answers CPU_ATTN whatever backend is asked for; this makes it honour SANTA, and only SANTA."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.platforms.cpu import CpuPlatform
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_santa.registration import NAME
+from vllm_santa.wrapping import wrap_once
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -14,11 +16,9 @@ if TYPE_CHECKING:
 
 def accept_santa() -> None:
     """Wrap CpuPlatform.get_attn_backend_cls, once per process."""
-    original = CpuPlatform.get_attn_backend_cls.__func__
-    if getattr(original, "accepts_santa", False):
-        return
 
     def get_attn_backend_cls(
+        original: Callable[..., str],
         cls: type[CpuPlatform],
         selected_backend: "AttentionBackendEnum | None",
         attn_selector_config: "AttentionSelectorConfig",
@@ -33,5 +33,4 @@ def accept_santa() -> None:
             raise ValueError(f"Selected backend {NAME} is not valid for this configuration. Reason: {reasons}")
         return selected_backend.get_path()
 
-    get_attn_backend_cls.accepts_santa = True  # type: ignore[attr-defined]
-    CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)  # type: ignore[assignment]
+    wrap_once(CpuPlatform, "get_attn_backend_cls", get_attn_backend_cls)

@@ -5,12 +5,14 @@ vLLM validates the parameters of a request without giving the validator the engi
 so that is where to look: after the plugin has loaded, before the engine starts.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm_santa.engine_id import engine_id
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.policy import Policy, policy_of, policy_path
 from vllm_santa.refusals import refuse_configuration
+from vllm_santa.wrapping import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,14 +83,8 @@ def watch_configs() -> None:
     """Observe every configuration that this process makes from now on. Once per process; vLLM's plugin loading calls it."""
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
-    original = platform.check_and_update_config.__func__  # type: ignore[attr-defined]
-    if getattr(original, "observed_by_santa", False):
-        return
-
-    def check_and_update_config(cls: type, vllm_config: "VllmConfig") -> None:
+    def check_and_update_config(original: Callable[..., None], cls: type, vllm_config: "VllmConfig") -> None:
         original(cls, vllm_config)
         observe_config(vllm_config)
 
-    check_and_update_config.observed_by_santa = True  # type: ignore[attr-defined]
-    platform.check_and_update_config = classmethod(check_and_update_config)  # type: ignore[assignment,method-assign]
+    wrap_once(type(current_platform), "check_and_update_config", check_and_update_config)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from vllm_santa.engine_id import engine_id
+from vllm_santa.wrapping import wrap_once
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,11 +66,7 @@ def _watch_captures() -> None:
     from vllm.config import CUDAGraphMode
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
-    original = CudaGraphManager.capture
-    if getattr(original, "captures_variants", False):
-        return
-
-    def capture(self: Any, create_forward_fn: Callable[..., Any], *args: Any, **others: Any) -> None:
+    def capture(original: Callable[..., None], self: Any, create_forward_fn: Callable[..., Any], *args: Any, **others: Any) -> None:
         variants = _variants.get(engine_id(self.vllm_config))
         profiling = getattr(self, "_max_full_descs_to_capture", None) is not None
         if variants is None or profiling or not isinstance(self, ModelCudaGraphManager) or CUDAGraphMode.FULL not in self._capture_descs:
@@ -89,5 +86,4 @@ def _watch_captures() -> None:
         for desc in by_variant[variants.sets[-1]]:
             self.graphs[desc] = VariantGraph(variants, {families: graphs[desc] for families, graphs in by_variant.items()})
 
-    capture.captures_variants = True  # type: ignore[attr-defined]
-    CudaGraphManager.capture = capture  # type: ignore[method-assign]
+    wrap_once(CudaGraphManager, "capture", capture)

@@ -7,12 +7,14 @@ vLLM hashes it into the first block of a prompt, so they share blocks among them
 The place to set it is the platform's `validate_request`, which sees the input and the parameters of every request on its way to the engine.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_santa.front import front_policy
 from vllm_santa.methods import Method
 from vllm_santa.policy import Policy
 from vllm_santa.policy.parameters import RequestParams, parse_lenient
+from vllm_santa.wrapping import wrap_once
 
 if TYPE_CHECKING:
     from vllm import PoolingParams, SamplingParams
@@ -43,14 +45,10 @@ def watch_requests() -> None:
     """Look at every request that this process sends to an engine from now on. Once per process; vLLM's plugin loading calls it."""
     from vllm.platforms import current_platform
 
-    platform = type(current_platform)
-    original = platform.validate_request.__func__  # type: ignore[attr-defined]
-    if getattr(original, "salted_by_santa", False):
-        return
-
-    def validate_request(cls: type, processed_inputs: dict[str, Any], params: "SamplingParams | PoolingParams") -> None:
+    def validate_request(
+        original: Callable[..., None], cls: type, processed_inputs: dict[str, Any], params: "SamplingParams | PoolingParams"
+    ) -> None:
         original(cls, processed_inputs, params)
         add_salt(processed_inputs, params)
 
-    validate_request.salted_by_santa = True  # type: ignore[attr-defined]
-    platform.validate_request = classmethod(validate_request)  # type: ignore[assignment,method-assign]
+    wrap_once(type(current_platform), "validate_request", validate_request)
