@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from pq_cache import random_codebook
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
@@ -19,7 +20,6 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_santa import request as request_module
 from vllm_santa.attention.cuda import SantaCudaBackend, SantaCudaMetadata
-from vllm_santa.codebook import Codebook
 from vllm_santa.engine_id import engine_id
 from vllm_santa.kernel_ops import Rows
 from vllm_santa.methods import BernoulliSettings, Method
@@ -119,7 +119,7 @@ class Layers:
     def give_codebooks(self) -> None:
         """Random codebooks, as if trained."""
         for index, layer in enumerate(self.attention):
-            codebook = random_codebook(self.kv_heads, self.head_dim, index)
+            codebook = random_codebook(self.kv_heads, self.head_dim, 16, index)
             self.runtime.codebooks._codebooks[index] = codebook
             layer.impl.santa.attach(index)
 
@@ -133,13 +133,6 @@ class Layers:
             "head_dim": self.head_dim, "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-5, "hidden_act": "silu",
             "torch_dtype": str(self.dtype).removeprefix("torch."), "bos_token_id": 1, "eos_token_id": 2,
         }  # fmt: skip
-
-
-def random_codebook(kv_heads: int, head_dim: int, seed: int) -> Codebook:
-    generator = torch.Generator().manual_seed(seed)
-    unit = torch.eye(head_dim).expand(kv_heads, head_dim, head_dim).contiguous()
-    centroids = torch.randn(kv_heads, 16, 256, head_dim // 16, generator=generator)
-    return Codebook(torch.zeros(kv_heads, head_dim), unit, unit, centroids, torch.zeros(kv_heads, head_dim)).to(DEVICE)
 
 
 class Step:

@@ -1,7 +1,5 @@
 """Every CUDA source compiles for every GPU generation we name. Needs nvcc and FlashInfer's headers, no GPU."""
 
-import os
-import shutil
 import subprocess
 import sys
 from importlib.machinery import PathFinder
@@ -10,15 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from vllm_santa.doctor.compilers import find_nvcc
 from vllm_santa.jit import Shape, kernel_folder
 
 ARCHITECTURES = ("80", "90a", "100a")
 FOLDER = kernel_folder()
-
-
-def find_nvcc() -> str | None:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    return shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
 
 
 def package_folder(name: str) -> Path | None:
