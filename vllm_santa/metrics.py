@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from prometheus_client import REGISTRY
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from vllm_santa.engine_id import engine_id
 from vllm_santa.methods import METHOD_NAMES, Method
 from vllm_santa.policy import REASONS
+from vllm_santa.policy.budget import MAX_ROWS
+from vllm_santa.request_counters import show_request_counters
 from vllm_santa.rows import STEP_REASONS, DecodingToken
 
 try:
@@ -43,9 +45,12 @@ _SINGLE = {
     "santa_ignored_parameters": "Request parameters that reached a worker and could not be read.",
     "santa_reference_rows": "Sparse rows that the torch reference decoded; the others were decoded by CUDA kernels.",
 }
+_BUDGETS = [str(float(1 << power)) for power in range(MAX_ROWS.bit_length())]
+"""Upper bounds of the buckets of `santa_budget`. The largest is the largest budget that there is."""
 
-# (metric, method, reason) of every slot of the file, in order; empty where it has none.
+# (metric, method, reason or bucket) of every slot of the file, in order; empty where it has none.
 _SLOTS = [("santa_rows", method, reason) for method in METHOD_NAMES for reason in ROW_REASONS]
+_SLOTS += [("santa_budget", method, bound) for method in METHOD_NAMES for bound in (*_BUDGETS, "sum")]
 _SLOTS += [(name, method, "") for name in _PER_METHOD for method in METHOD_NAMES]
 _SLOTS += [(name, "", "") for name in (*_SINGLE, "santa_codebooks_ready")]
 _INDEX = {slot: index for index, slot in enumerate(_SLOTS)}
@@ -82,14 +87,21 @@ class Counters:
 
     def count_decoding(self, tokens: Iterable[DecodingToken]) -> None:
         """Count the decoding tokens of a step. Dense rows read all they see."""
-        contexts: dict[tuple[Method, str], list[int]] = {}
+        contexts: dict[tuple[Method, int, str], list[int]] = {}
         for _, context, decision in tokens:
-            contexts.setdefault((decision.method, decision.reason), []).append(context)
-        for (method, reason), seen in contexts.items():
+            contexts.setdefault((decision.method, decision.budget, decision.reason), []).append(context)
+        for (method, budget, reason), seen in contexts.items():
             self.values[_INDEX["santa_rows", method.name, reason]] += len(seen)
             self.values[_INDEX["santa_context_tokens", method.name, ""]] += sum(seen)
             if method is Method.dense:
                 self.count_read(method, sum(seen), sum(seen))
+            else:
+                self._count_budget(method, budget, len(seen))
+
+    def _count_budget(self, method: Method, budget: int, rows: int) -> None:
+        bucket = _INDEX["santa_budget", method.name, _BUDGETS[(budget - 1).bit_length()]]
+        self.values[bucket] += rows
+        self.values[_INDEX["santa_budget", method.name, "sum"]] += rows * budget
 
     def count_read(self, method: Method, key_rows: float, value_rows: float) -> None:
         """Add rows read; a layer adds its share of the mean over layers."""
@@ -138,7 +150,11 @@ class _WorkerFiles(Collector):
         read = {name: CounterMetricFamily(name, text, labels=["engine", "method"]) for name, text in _PER_METHOD.items()}
         single = {name: CounterMetricFamily(name, text, labels=["engine"]) for name, text in _SINGLE.items()}
         ready = GaugeMetricFamily("santa_codebooks_ready", "1 once every sparse layer has PQ codebooks.", labels=["engine"])
+        budgets = HistogramMetricFamily(
+            "santa_budget", "Budgets of sparse decoding rows, as their method counts.", labels=["engine", "method"]
+        )
         for engine, stages in self._engines().items():
+            _add_budgets(budgets, engine, stages.sum(0))
             for (name, method, reason), value, least in zip(_SLOTS, stages.sum(0), stages.min(0), strict=True):
                 if name == "santa_codebooks_ready":
                     ready.add_metric([engine], least)
@@ -146,9 +162,18 @@ class _WorkerFiles(Collector):
                     single[name].add_metric([engine], value)
                 elif name in read:
                     read[name].add_metric([engine, method], value)
-                elif value > 0:  # most pairs of method and reason never occur
+                elif name == "santa_rows" and value > 0:  # most pairs of method and reason never occur
                     rows.add_metric([engine, method, reason], value)
-        yield from (rows, *read.values(), *single.values(), ready)
+        yield from (rows, budgets, *read.values(), *single.values(), ready)
+
+
+def _add_budgets(family: HistogramMetricFamily, engine: str, values: np.ndarray) -> None:
+    """Add the methods that rows got: Prometheus counts a row in every bucket from its own on."""
+    for method in METHOD_NAMES:
+        counts = np.cumsum([values[_INDEX["santa_budget", method, bound]] for bound in _BUDGETS])
+        if counts[-1] > 0:
+            buckets = [*zip(_BUDGETS, counts, strict=True), ("+Inf", counts[-1])]
+            family.add_metric([engine, method], buckets, values[_INDEX["santa_budget", method, "sum"]])
 
 
 def rows_by_method(instance_id: str) -> dict[str, float]:
@@ -174,7 +199,7 @@ def _collect_with_others(files: Collector) -> None:
 
 
 class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
-    """Puts the workers' counters on /metrics (entry point `vllm.stat_logger_plugins`). Does nothing on servers with another backend."""
+    """Puts our counters on /metrics (entry point `vllm.stat_logger_plugins`). Does nothing on servers with another backend."""
 
     _collected: set[str] = set()
 
@@ -184,6 +209,7 @@ class SantaStatLogger(StatLoggerBase):  # type: ignore[misc,valid-type]
         instance_id = engine_id(vllm_config)
         if runs_santa(vllm_config) and instance_id not in self._collected:
             self._collected.add(instance_id)
+            show_request_counters()
             files = _WorkerFiles(instance_id)
             if _shared_folder():
                 _collect_with_others(files)

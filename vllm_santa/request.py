@@ -6,14 +6,16 @@ is built. One class serves both model runners: V1 calls it by name only, V2 want
 """
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from vllm_santa.engine_id import engine_id
 from vllm_santa.front import front_blind_workers, front_captures_decodes, front_policy, runs_santa
-from vllm_santa.policy import Policy, policy_of
-from vllm_santa.policy.parameters import RequestParams, has_santa, parse, parse_lenient, unsigned
+from vllm_santa.policy import Budget, Policy, RequestLimits, policy_of
+from vllm_santa.policy.parameters import PARAMETERS, UNKNOWN, ParameterError, RequestParams, has_santa, parse, parse_lenient, unsigned
+from vllm_santa.request_counters import CLAMPED, REFUSED
 
 try:
     from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as _Base
@@ -74,24 +76,22 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         """Refuse a request at admission.
 
         Raises:
-            ValueError: names the parameter, its value and what is allowed; vLLM answers HTTP 400 with it.
+            ValueError: names the parameter, its value and what is allowed; vLLM answers HTTP 400 with it. Counted on servers with this
+                backend.
         """
         extra_args = sampling_params.extra_args or {}
         if not has_santa(extra_args):
             return
-        policy, given = front_policy(), ", ".join(key for key in extra_args if has_santa({key: 0}))
+        policy = front_policy()
         if policy is None:
-            raise ValueError(f"{given}: {_NOT_SANTA}; allowed: no santa_* parameters")
-        if front_blind_workers():
-            raise ValueError(
-                f"{given}: cannot be followed with {front_blind_workers()}; allowed: no santa_* parameters, the policy decides"
-            )
-        params = parse(extra_args, policy.requests)
-        if params.bernoulli is not None and front_captures_decodes():
-            raise ValueError(
-                f"santa_bernoulli: {extra_args['santa_bernoulli']!r} is refused; allowed: nothing, this server decodes from CUDA graphs, "
-                "and no kernel computes Bernoulli queries (start it with --enforce-eager or -cc.cudagraph_mode=PIECEWISE to allow them)"
-            )
+            raise ValueError(f"{_given(extra_args)}: {_NOT_SANTA}; allowed: no santa_* parameters")
+        try:
+            params = _admit(extra_args, policy.requests)
+        except ParameterError as error:
+            REFUSED.labels(error.parameter).inc()
+            raise
+        if params.budget is not None and params.budget != Budget.parse(extra_args["santa_budget"]):
+            CLAMPED.labels("santa_budget").inc()
 
     def rows_of(self, common: "CommonAttentionMetadata") -> list[RowRequest | None]:
         """What each of the `num_reqs` rows of a step asked for; None for padded rows."""
@@ -137,3 +137,27 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         candidates = (params.seed, sampling.seed, policy.base_seed)
         seed = next((seed for seed in candidates if seed is not None), None)
         return RowRequest(params, self._seeds.getrandbits(64) if seed is None else unsigned(seed), prompt_len)
+
+
+def _given(extra_args: Mapping[str, Any]) -> str:
+    return ", ".join(key for key in extra_args if has_santa({key: 0}))
+
+
+def _admit(extra_args: Mapping[str, Any], limits: RequestLimits) -> RequestParams:
+    """The parameters of a request, if this process's engine can follow them.
+
+    Raises:
+        ParameterError: it cannot.
+    """
+    if front_blind_workers():
+        given = _given(extra_args)
+        text = f"{given}: cannot be followed with {front_blind_workers()}; allowed: no santa_* parameters, the policy decides"
+        raise ParameterError(next((key for key in PARAMETERS if key in extra_args), UNKNOWN), text)
+    params = parse(extra_args, limits)
+    if params.bernoulli is not None and front_captures_decodes():
+        text = (
+            f"santa_bernoulli: {extra_args['santa_bernoulli']!r} is refused; allowed: nothing, this server decodes from CUDA graphs, "
+            "and no kernel computes Bernoulli queries (start it with --enforce-eager or -cc.cudagraph_mode=PIECEWISE to allow them)"
+        )
+        raise ParameterError("santa_bernoulli", text)
+    return params

@@ -9,6 +9,8 @@ import pytest
 from server import Ask, Server
 from tiny_model import prompt
 
+from vllm_santa.policy.parameters import PARAMETERS, UNKNOWN
+
 ROWS = "8 to 512 rows, or a fraction of the context from 0.001 (0.1%) to 0.5 (50%)"
 REFUSED = {
     "unknown key": ({"santa_budgett": 64}, ["santa_budgett", "64", "did you mean santa_budget?"]),
@@ -43,10 +45,14 @@ REFUSED = {
 
 @pytest.mark.parametrize(("xargs", "words"), REFUSED.values(), ids=REFUSED)
 def test_refused(server: Server, xargs: dict, words: list[str]) -> None:
-    with pytest.raises(openai.BadRequestError) as refusal:
+    with server.counting() as gained, pytest.raises(openai.BadRequestError) as refusal:
         server.client.completions.create(model="tiny", prompt="Hello", max_tokens=4, extra_body={"vllm_xargs": xargs})
     for word in words:
         assert word in refusal.value.message
+    if words != ["2**64 - 1"]:  # refused by vLLM, before it asks us
+        assert gained.total("santa_refused_parameters_total") == 1
+        known = words[0] if words[0] in PARAMETERS else UNKNOWN
+        assert gained.total("santa_refused_parameters_total", parameter=known) == 1
 
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity"])

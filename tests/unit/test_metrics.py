@@ -5,7 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import REGISTRY, CollectorRegistry
+from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_santa import metrics
@@ -64,6 +64,9 @@ def test_round_trip(worker) -> None:
         ("santa_rows_total", "0", "pps", "request"): 2,
         ("santa_rows_total", "0", "dense", "no_rule"): 1,
         ("santa_rows_total", "0", "dense", "no_codebook"): 1,
+        **{("santa_budget_bucket", "0", le, "pps"): 2 for le in (*metrics._BUDGETS[6:], "+Inf")},  # 64 and above
+        ("santa_budget_count", "0", "pps"): 2,
+        ("santa_budget_sum", "0", "pps"): 128,
         ("santa_context_tokens_total", "0", "pps"): 2000,
         ("santa_context_tokens_total", "0", "dense"): 1200,
         ("santa_key_rows_read_total", "0", "pps"): 1000,
@@ -73,6 +76,21 @@ def test_round_trip(worker) -> None:
         ("santa_ignored_parameters_total", "0"): 3,
         ("santa_codebooks_ready", "0"): 1,
     }
+
+
+def test_budgets_lie_in_the_buckets_of_their_size(worker) -> None:
+    """Against a histogram of prometheus_client that was given the same budgets."""
+    counters, budgets = worker(), [1, 2, 3, 4, 5, 63, 64, 65, 1000, 2**18 - 1, 2**18]
+    theirs = Histogram("theirs", "", buckets=[float(bound) for bound in metrics._BUDGETS], registry=None)
+    for budget in budgets:
+        counters.count_decoding([DecodingToken(0, 2**19, Decision(Method.ssa, budget, "rule"))])
+        theirs.observe(budget)
+    ours = scrape()
+    assert len(metrics._BUDGETS) == 19
+    for sample in next(iter(theirs.collect())).samples:
+        if not sample.name.endswith("_created"):
+            key = (sample.name.replace("theirs", "santa_budget"), "0", *sample.labels.values(), "ssa")
+            assert ours.get(key, 0) == sample.value, key
 
 
 def test_every_decision_has_a_counter(worker) -> None:
@@ -128,6 +146,7 @@ def test_only_a_server_on_santa_shows_counters(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(metrics.atexit, "register", lambda *_: None)
     monkeypatch.setattr(metrics.SantaStatLogger, "_collected", set())
     attention = SimpleNamespace(backend=backend and SimpleNamespace(name=backend), backend_per_kind=None)
+    monkeypatch.setattr(metrics, "show_request_counters", lambda: None)
     for engine in range(2):  # vLLM makes a logger for each data-parallel engine
         metrics.SantaStatLogger(SimpleNamespace(instance_id="abc", attention_config=attention), engine)
     assert len(registered) == int(registers)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vllm_santa.policy.schema import RequestLimits
 
 PREFIX = "santa_"
+UNKNOWN = "unknown"
+"""Stands for every parameter that there is not, where refusals are counted."""
 BERNOULLI_QUERIES = ("group", "head")
 BERNOULLI_METHODS = tuple(method.name for method in Method if method.scores_exactly)
 _SAMPLES = re.compile("[0-9]{1,18}")
@@ -30,13 +32,21 @@ class RequestParams:
     bernoulli: BernoulliSettings | None = None
 
 
+class ParameterError(ValueError):
+    """A parameter that cannot be followed: its name, its value and what is allowed. parameter: the name, or UNKNOWN."""
+
+    def __init__(self, parameter: str, message: str) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+
+
 def parse(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> RequestParams:
     """Read and check the parameters, at the server's door.
 
     Raises:
-        ValueError: names the parameter, its value and what is allowed; vLLM answers HTTP 400 with it.
+        ParameterError: vLLM answers HTTP 400 with it.
     """
-    return _params({name: read(value, limits) for name, value, read in _given(extra_args)})
+    return _params(_read(extra_args, limits))
 
 
 def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> tuple[RequestParams, int]:
@@ -51,7 +61,7 @@ def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits")
         if not _is_ours(key):
             continue
         try:
-            values |= {name: read(value, limits) for name, value, read in _given({key: value})}
+            values |= _read({key: value}, limits)
         except ValueError:
             ignored += 1
     try:
@@ -75,10 +85,12 @@ def _params(values: dict[str, Any]) -> RequestParams:
     """The parameters as one, from values that are right each for itself."""
     method, samples, query = values.get("method"), values.get("bernoulli"), values.get("bernoulli_query")
     if samples is None and query is not None:
-        raise ValueError(f"santa_bernoulli_query: {query!r} is given without santa_bernoulli; allowed: both, or neither")
+        text = f"santa_bernoulli_query: {query!r} is given without santa_bernoulli; allowed: both, or neither"
+        raise ParameterError("santa_bernoulli_query", text)
     if samples is not None and (method is None or not method.scores_exactly):
         given = "no santa_method" if method is None else f"santa_method {method.name}"
-        raise ValueError(f"santa_bernoulli: {samples} is given with {given}; allowed: with santa_method {', '.join(BERNOULLI_METHODS)}")
+        text = f"santa_bernoulli: {samples} is given with {given}; allowed: with santa_method {', '.join(BERNOULLI_METHODS)}"
+        raise ParameterError("santa_bernoulli", text)
     bernoulli = None if samples is None else BernoulliSettings(samples, query != "head")
     return RequestParams(method, values.get("budget"), values.get("seed"), bernoulli)
 
@@ -87,17 +99,22 @@ def _is_ours(key: object) -> bool:
     return isinstance(key, str) and key.startswith(PREFIX)
 
 
-def _given(extra_args: Mapping[str, Any] | None) -> list[tuple[str, Any, Callable[[Any, "RequestLimits"], Any]]]:
-    given = []
+def _read(extra_args: Mapping[str, Any] | None, limits: "RequestLimits") -> dict[str, Any]:
+    """Our parameters among these, each read for itself, by their names without the prefix."""
+    values = {}
     for key, value in (extra_args or {}).items():
         if not _is_ours(key):
             continue
         if key not in _READERS:
             near = get_close_matches(key, _READERS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            raise ValueError(f"{shown(key)[1:-1]}: unknown parameter (value {shown(value)}); allowed: {', '.join(_READERS)}{hint}")
-        given.append((key.removeprefix(PREFIX), value, _READERS[key]))
-    return given
+            text = f"{shown(key)[1:-1]}: unknown parameter (value {shown(value)}); allowed: {', '.join(_READERS)}{hint}"
+            raise ParameterError(UNKNOWN, text)
+        try:
+            values[key.removeprefix(PREFIX)] = _READERS[key](value, limits)
+        except ValueError as error:
+            raise ParameterError(key, str(error)) from None
+    return values
 
 
 def _read_method(value: object, limits: "RequestLimits") -> Method:
