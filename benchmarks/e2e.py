@@ -170,6 +170,7 @@ def measure(case: Case, runs: list[Run], engines: dict[str, Engine], steps: int,
 
 
 def write_config(folder: Path) -> Path:
+    folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     return folder
 
@@ -183,7 +184,7 @@ def random_codebooks(shape: Shape) -> Codebooks:
     for layer in range(shape.layers):
         unit = torch.eye(dim).expand(heads, dim, dim).contiguous()
         centroids = torch.randn(heads, 16, 256, dim // 16, generator=torch.Generator().manual_seed(layer))
-        layers[layer] = Codebook(torch.zeros(heads, dim), unit, unit, centroids, torch.zeros(heads, dim))
+        layers[layer] = Codebook(torch.zeros(heads, dim), unit, unit.clone(), centroids, torch.zeros(heads, dim))
     info = CodebookInfo(
         model="random", num_layers=shape.layers, num_kv_heads=heads, head_dim=dim, subspaces=16, text_sha256="", training_tokens=0,
         vllm_santa_version="",
@@ -219,7 +220,7 @@ def main(
     backends = list(dict.fromkeys(run.backend for run in runs))
     copy = copy_speed()
     with tempfile.TemporaryDirectory() as scratch:
-        folder = model or write_config(Path(scratch))
+        folder = model or write_config(Path(scratch) / "model")
         shape = Shape.of(folder)
         if policy is None:
             policy = Path(scratch) / "dense.yaml"

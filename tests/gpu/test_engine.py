@@ -28,15 +28,15 @@ TOKENS = 24
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("model")
-    build_model(made)
-    build_codebooks(made, made / "codebooks.safetensors")
+    build_model(made / "model")
+    build_codebooks(made / "model", made / "codebooks.safetensors")  # beside it: vLLM reads every such file in a model's folder
     (made / "policy.yaml").write_text("rules: []\nsink: 16\nlocal: 16\ncodebooks: codebooks.safetensors\nbase_seed: 5\n")
     return made
 
 
 def start(folder: Path, backend: str, **options: object) -> Engine:
     environment = {"SANTA_POLICY": str(folder / "policy.yaml"), "VLLM_USE_FLASHINFER_SAMPLER": "0"}
-    return Engine(EngineSpec(backend, folder, 0.2, 8192, 16, options={"dtype": "bfloat16"} | options, environment=environment))
+    return Engine(EngineSpec(backend, folder / "model", 0.2, 8192, 16, options={"dtype": "bfloat16"} | options, environment=environment))
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +67,10 @@ def test_every_method_is_sparse_and_repeats_by_seed(santa: Engine, method: str) 
 
 
 def test_graphs_give_the_tokens_of_eager_steps(folder: Path, santa: Engine) -> None:
-    """What a graph replays is what the kernels do outside of one; a budget this large leaves draws little to change."""
-    asked = {"santa_method": "pps", "santa_budget": 512, "santa_seed": 3}
-    with start(folder, "santa", enforce_eager=True) as engine:
-        eager = engine.generate(PROMPTS, TOKENS, asked)
-    graphs = santa.generate(PROMPTS, TOKENS, asked)
-    assert eager.rows == graphs.rows
-    assert sum(one == two for one, two in zip(eager.tokens, graphs.tokens, strict=True)) >= len(PROMPTS) - 1
+    """What a graph replays is what the kernels do outside of one, in a model compiled in the same way."""
+    with start(folder, "santa", compilation_config={"cudagraph_mode": "NONE"}) as engine:
+        for method in ("dense", "pps", "ssa"):
+            asked = {"santa_method": method, "santa_budget": 512, "santa_seed": 3} if method != "dense" else {"santa_method": method}
+            eager, graphs = engine.generate(PROMPTS, TOKENS, asked), santa.generate(PROMPTS, TOKENS, asked)
+            assert eager.rows == graphs.rows
+            assert eager.tokens == graphs.tokens, method
