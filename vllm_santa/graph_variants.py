@@ -1,6 +1,6 @@
-"""Several CUDA graphs of each decode batch size: without sparse rows, with those that the policy's rules want, with anything.
+"""Several CUDA graphs of each decode batch size, each with some of the parts that attention may need: dense rows, families of kernels.
 
-A step replays the smallest that holds its methods, so a step without sparse rows runs what vLLM's FlashInfer backend would, nothing else.
+A step replays the smallest that holds its parts, so a step without sparse rows runs what vLLM's FlashInfer backend would, nothing else.
 (Kernels that find no work cost about 1 µs each, a conditional graph node 5 µs, in every layer: benchmarks/NOTES.md.) Model runner V2 only;
 V1 has one graph of each size, which holds everything.
 """
@@ -16,8 +16,10 @@ from vllm_santa.wrapping import wrap_once
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-Families = frozenset[int]
-"""Indices of kernel families."""
+Parts = frozenset[int]
+"""Of a step's attention: indices of kernel families, and DENSE."""
+DENSE = -1
+"""FlashInfer's attention, for rows that are dense."""
 
 _variants: "WeakValueDictionary[str, GraphVariants]" = WeakValueDictionary()
 
@@ -25,36 +27,36 @@ _variants: "WeakValueDictionary[str, GraphVariants]" = WeakValueDictionary()
 class GraphVariants:
     """The variants of one engine's graphs in this process, and which of them is in use.
 
-    sets: the families that each variant holds; the last one holds all of them.
+    sets: the parts that each variant holds; the last one holds all of them.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", sets: list[Families]):
+    def __init__(self, vllm_config: "VllmConfig", sets: list[Parts]):
         self.sets = sets
         self.captured = sets[-1]
         """What a graph that is being captured has to hold."""
-        self.needed: Families = frozenset()
+        self.needed: Parts = sets[-1]
         """What the step that is about to run needs."""
         _variants[engine_id(vllm_config)] = self
         _watch_captures()
 
     @contextmanager
-    def capturing(self, families: Families) -> Iterator[None]:
-        """Inside, graphs are captured with these families."""
-        self.captured = families
+    def capturing(self, parts: Parts) -> Iterator[None]:
+        """Inside, graphs are captured with these parts."""
+        self.captured = parts
         try:
             yield
         finally:
             self.captured = self.sets[-1]
 
-    def choose(self, graphs: Mapping[Families, Any]) -> Any:
+    def choose(self, graphs: Mapping[Parts, Any]) -> Any:
         """The smallest graph that holds what the step needs."""
-        return graphs[min((families for families in graphs if families >= self.needed), key=len)]
+        return graphs[min((parts for parts in graphs if parts >= self.needed), key=len)]
 
 
 class VariantGraph:
     """Stands for the graphs of one batch size."""
 
-    def __init__(self, variants: GraphVariants, graphs: Mapping[Families, Any]):
+    def __init__(self, variants: GraphVariants, graphs: Mapping[Parts, Any]):
         self._variants, self._graphs = variants, graphs
 
     def replay(self) -> None:
@@ -73,17 +75,17 @@ def _watch_captures() -> None:
             original(self, create_forward_fn, *args, **others)
             return
         wanted = self._capture_descs
-        by_variant: dict[Families, dict[Any, Any]] = {}
+        by_variant: dict[Parts, dict[Any, Any]] = {}
         try:
-            for families in reversed(variants.sets):  # the largest first: the others then fit in the pool's memory
-                with variants.capturing(families):
+            for parts in reversed(variants.sets):  # the largest first: the others then fit in the pool's memory
+                with variants.capturing(parts):
                     original(self, create_forward_fn, *args, **others)
-                by_variant[families] = dict(self.graphs)
+                by_variant[parts] = dict(self.graphs)
                 self.graphs.clear()
                 self._capture_descs = {CUDAGraphMode.FULL: wanted[CUDAGraphMode.FULL]}  # the other modes hold no attention
         finally:
             self._capture_descs = wanted
         for desc in by_variant[variants.sets[-1]]:
-            self.graphs[desc] = VariantGraph(variants, {families: graphs[desc] for families, graphs in by_variant.items()})
+            self.graphs[desc] = VariantGraph(variants, {parts: graphs[desc] for parts, graphs in by_variant.items()})
 
     wrap_once(CudaGraphManager, "capture", capture)

@@ -11,7 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_santa.codebook_store import CodebookStore
 from vllm_santa.engine_id import engine_id
-from vllm_santa.graph_variants import GraphVariants
+from vllm_santa.graph_variants import DENSE, GraphVariants
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.limits import limits_of
 from vllm_santa.methods import Method
@@ -91,11 +91,13 @@ class Runtime:
 
     @cached_property
     def graph_variants(self) -> GraphVariants:
-        """Of the decode graphs: none of the kernels, those of the policy's rules, all. Asked for once the kernels are there."""
+        """Of the decode graphs: dense rows alone, those with what the rules want, with anything; each family of kernels without dense rows.
+        Asked for once the kernels are there."""
         kernels = next(iter(self._kernels.values()))
         rules = kernels.families(rule.method for rule in self.policy.rules)
         every = kernels.families(self.policy.possible_methods())
-        return GraphVariants(self.vllm_config, sorted({frozenset(), rules, every}, key=len))
+        sets = {parts | {DENSE} for parts in (frozenset[int](), rules, every)} | {frozenset({family}) for family in every}
+        return GraphVariants(self.vllm_config, sorted(sets, key=lambda parts: (len(parts), sorted(parts))))
 
     def longest_sparse_row(self, rows: int) -> float:
         """Tokens that a sparse row of a batch of `rows` can have: what the kernels' buffers hold; without kernels there is no bound."""

@@ -128,7 +128,8 @@ class Layers:
 
     def _model_config(self) -> dict[str, object]:
         return {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64 * self.query_heads, "intermediate_size": 512,
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 1000, "hidden_size": 64 * self.query_heads,
+            "intermediate_size": 512,
             "num_hidden_layers": self.layers, "num_attention_heads": self.query_heads, "num_key_value_heads": self.kv_heads,
             "head_dim": self.head_dim, "max_position_embeddings": MAX_LEN, "rms_norm_eps": 1e-5, "hidden_act": "silu",
             "torch_dtype": str(self.dtype).removeprefix("torch."), "bos_token_id": 1, "eos_token_id": 2,

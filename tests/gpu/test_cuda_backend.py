@@ -13,6 +13,7 @@ pytest.importorskip("vllm", reason="the backend is vLLM's")
 
 from attention_harness import Asked, Layers, Step
 
+from vllm_santa.graph_variants import DENSE
 from vllm_santa.methods import BernoulliSettings, Method
 
 pytestmark = pytest.mark.gpu
@@ -82,6 +83,13 @@ def test_mixed_batches_with_padding(layers: Layers, rows: int) -> None:
     step = layers.step([Asked(300 + 97 * i, methods[i % len(methods)], seed=i) for i in range(rows)], padded=3)
     output = step.run(step.build())
     check(step, output)
+
+
+def test_steps_of_sparse_rows_alone_leave_flashinfer_out(layers: Layers) -> None:
+    step = layers.step([Asked(5000, Method.pps), Asked(2000, Method.ssa), Asked(90, Method.prop)], padded=2)
+    metadata = step.build()
+    assert DENSE not in metadata.step.parts
+    check(step, step.run(metadata))
 
 
 def test_a_prefill_beside_decodes_leaves_them_sparse(layers: Layers) -> None:

@@ -13,6 +13,7 @@ from test_rows import step  # noqa: E402
 
 from vllm_santa.attention import cuda_step  # noqa: E402
 from vllm_santa.attention.cuda_step import StepRows  # noqa: E402
+from vllm_santa.graph_variants import DENSE  # noqa: E402
 from vllm_santa.limits import Limits  # noqa: E402
 from vllm_santa.methods import BernoulliSettings, Method  # noqa: E402
 from vllm_santa.policy import Decision  # noqa: E402
@@ -63,25 +64,25 @@ def test_flashinfer_sees_one_token_of_sparse_rows(rows: StepRows) -> None:
     made = rows.step(common, plan, dense(3))
     assert made.decodes.seq_lens.tolist() == [900, 800, 700], "the kernels see whole rows"
     assert made.decodes.method.tolist() == [0, Method.pps, 0] and made.decodes.seed.tolist() == [0, -1, 0]
-    assert made.families == {0} and made.gathered == () and made.by_reference == ()
+    assert made.parts == {0, DENSE} and made.gathered == () and made.by_reference == ()
 
 
 def test_a_dense_step_has_nothing_of_ours(rows: StepRows) -> None:
     common, plan = batch([1, 1, 50], [900, 800, 50], [])
     assert rows.fill(common, plan).seq_lens.tolist() == [900, 800, 50]
     made = rows.step(common, plan, dense(2))
-    assert made.families == frozenset() and made.gathered == () and made.by_reference == ()
+    assert made.parts == {DENSE} and made.gathered == () and made.by_reference == ()
     assert made.prompt_tokens.tolist() == list(range(52))
 
 
 def test_rows_lose_what_they_had(rows: StepRows) -> None:
     common, plan = batch([1, 1], [900, 800], [SparseToken(0, 0, 900, Method.ssa, 64, 1), SparseToken(1, 1, 800, Method.pps, 9, 2)])
     rows.fill(common, plan)
-    assert rows.step(common, plan, dense(2)).families == {0, 2}
+    assert rows.step(common, plan, dense(2)).parts == {0, 2}
     common, plan = batch([1, 1], [901, 801], [SparseToken(1, 1, 801, Method.prop, 5, 3)])
     assert rows.fill(common, plan).seq_lens.tolist() == [901, 1]
     made = rows.step(common, plan, dense(2))
-    assert made.decodes.method.tolist() == [0, Method.prop] and made.families == {1}
+    assert made.decodes.method.tolist() == [0, Method.prop] and made.parts == {1, DENSE}
 
 
 def test_tokens_among_others_of_their_request_are_gathered(rows: StepRows) -> None:
@@ -90,7 +91,7 @@ def test_tokens_among_others_of_their_request_are_gathered(rows: StepRows) -> No
     common, plan = batch([1, 3], [900, 600], [SparseToken(0, 0, 900, Method.pps, 64, 1), *again])
     assert rows.fill(common, plan).seq_lens.tolist() == [1, 600]
     made = rows.step(common, plan, dense(1))
-    assert made.families == {0} and made.decodes.seq_lens.tolist() == [900]
+    assert made.parts == {0, DENSE} and made.decodes.seq_lens.tolist() == [900]
     (part,) = made.gathered
     assert part.tokens.tolist() == [1, 2, 3] and part.families == {1}
     assert part.rows.seq_lens.tolist() == [598, 599, 600] and part.rows.seed.tolist() == [7] * 3
@@ -114,7 +115,7 @@ def test_what_no_kernel_computes_goes_to_the_reference(rows: StepRows) -> None:
     common, plan = batch([1, 1], [900, 800], [token])
     assert rows.fill(common, plan).seq_lens.tolist() == [900, 800]
     made = rows.step(common, plan, dense(2))
-    assert made.by_reference == (token,) and made.families == frozenset() and made.decodes.method.tolist() == [0, 0]
+    assert made.by_reference == (token,) and made.parts == {DENSE} and made.decodes.method.tolist() == [0, 0]
 
 
 def test_drafts_among_the_decodes(rows: StepRows) -> None:
@@ -128,4 +129,5 @@ def test_drafts_among_the_decodes(rows: StepRows) -> None:
 def test_padding_is_dense(rows: StepRows) -> None:
     common, plan = batch([1, 0, 0], [900, 0, 0], [SparseToken(0, 0, 900, Method.pps, 64, 1)])
     assert rows.fill(common, plan).seq_lens.tolist() == [1, 0, 0]
-    assert rows.step(common, plan, dense(3)).decodes.method.tolist() == [Method.pps, 0, 0]
+    made = rows.step(common, plan, dense(3))
+    assert made.decodes.method.tolist() == [Method.pps, 0, 0] and made.parts == {0}, "no row needs FlashInfer"

@@ -1,7 +1,7 @@
 """SANTA on CUDA: FlashInfer, by vLLM's own classes, for everything dense; our kernels for the sparse rows beside it.
 
-To FlashInfer a sparse row is one token long; our kernels then write its output. Graphs of decode batches come in variants, with and without
-our kernels (graph_variants.py).
+To FlashInfer a sparse row is one token long; our kernels then write its output. Graphs of decode batches come in variants, with some of
+those parts (graph_variants.py).
 """
 
 from dataclasses import dataclass, fields, replace
@@ -18,6 +18,7 @@ from vllm_santa.attention.cuda_step import CudaStep, StepRows
 from vllm_santa.attention.kernel_layer import KernelLayer
 from vllm_santa.attention.layer import attach_layers
 from vllm_santa.attention.traits import SantaTraits
+from vllm_santa.graph_variants import DENSE
 from vllm_santa.refusals import refuse_layer
 from vllm_santa.rows import plan_step
 from vllm_santa.runtime import runtime_for
@@ -114,14 +115,14 @@ class SantaCudaMetadataBuilder(PageBuilder):
         full = self.full.build(0, common, fast_build) if self.full else None
         dense = super().build(0, self.rows.fill(common, plan), fast_build)
         step = self.rows.step(common, plan, dense)
-        self.runtime.graph_variants.needed = step.families
+        self.runtime.graph_variants.needed = step.parts
         return _with_step(dense, step, full)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> SantaCudaMetadata:
-        """A step without sparse rows, in which the kernels of the graph's variant are launched all the same."""
+        """A step without sparse rows, in which the parts of the graph's variant are launched all the same."""
         metadata = self.build(0, common_attn_metadata)
         if self.rows is not None:
-            metadata.step = replace(metadata.step, families=self.runtime.graph_variants.captured)
+            metadata.step = replace(metadata.step, parts=self.runtime.graph_variants.captured)
         return metadata
 
     def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SantaCudaMetadata:
@@ -189,6 +190,7 @@ class SantaCudaImpl(FlashInferImpl):
         kv, codes = self.santa.views(kv_cache)
         if not self.santa.sparse:
             return super().forward(layer, query, key, value, kv, attn_metadata.full or attn_metadata, output)
-        super().forward(layer, query, key, value, kv, attn_metadata, output)
+        if DENSE in attn_metadata.step.parts:
+            super().forward(layer, query, key, value, kv, attn_metadata, output)
         attn_metadata.step.decode(self.santa, query, key, value, kv, codes, output)
         return output

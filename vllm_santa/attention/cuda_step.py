@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from vllm_santa.attention.device_rows import DeviceRows
 from vllm_santa.attention.layer import SparseStep
+from vllm_santa.graph_variants import DENSE, Parts
 from vllm_santa.kernel_ops import Rows
 from vllm_santa.rows import SparseToken, StepPlan
 
@@ -33,12 +35,12 @@ class GatheredRows:
 class CudaStep(SparseStep):
     """A SparseStep by kernels.
 
-    decodes: rows of one token at the head of the batch, with what they get; families: of kernels that the methods among them need.
-    gathered: other sparse tokens. by_reference: tokens that no kernel decodes.
+    decodes: rows of one token at the head of the batch, with what they get. parts: families of kernels that the methods among them need,
+    and DENSE unless those rows are all of the step. gathered: other sparse tokens. by_reference: tokens that no kernel decodes.
     """
 
     decodes: Rows | None = None
-    families: frozenset[int] = frozenset()
+    parts: Parts = frozenset({DENSE})
     gathered: tuple[GatheredRows, ...] = ()
     by_reference: tuple[SparseToken, ...] = ()
 
@@ -52,9 +54,10 @@ class CudaStep(SparseStep):
         query, output: [>= tokens, Hq, D]. key, value: [>= tokens, H, D]. kv, codes: the cache's planes.
         """
         output = output.view(output.shape[0], -1, layer.head_dim)
-        if self.decodes is not None and self.families:
+        families = self.parts - {DENSE}
+        if self.decodes is not None and families:
             count = self.decodes.seq_lens.shape[0]
-            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, self.families, output[:count])
+            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, families, output[:count])
         if torch.cuda.is_current_stream_capturing():
             return
         layer.observe(query, key, value, self)
@@ -93,11 +96,14 @@ class StepRows:
         first = [token.by_kernel and uniform and token.row < count for token in plan.sparse]
         decodes = [token for token, leads in zip(plan.sparse, first, strict=True) if leads]
         others = [token for token, leads in zip(plan.sparse, first, strict=True) if token.by_kernel and not leads]
+        parts = self._kernels.families(token.method for token in decodes)
+        if len(decodes) < sum(end > start for start, end in pairwise(plan.starts)):
+            parts |= {DENSE}
         return CudaStep(
             common.block_table_tensor,
             plan,
             self._decodes(common, count) if count > 0 and uniform else None,
-            self._kernels.families(token.method for token in decodes),
+            parts,
             tuple(self._gathered(common.block_table_tensor, others)),
             tuple(token for token in plan.sparse if not token.by_kernel),
         )
