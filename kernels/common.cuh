@@ -109,10 +109,15 @@ __device__ __forceinline__ void wait_previous() {
 #endif
 }
 
+// Beyond 48 KB of dynamic and static shared memory together it must be asked for.
+template <class... Params>
+inline cudaError_t allow_shared_memory(void (*kernel)(Params...), size_t smem) {
+  return smem > 16 * 1024 ? cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem)) : cudaSuccess;
+}
+
 template <class... Params, class... Args>
 inline cudaError_t launch(void (*kernel)(Params...), dim3 grid, int block, size_t smem, cudaStream_t stream, bool overlap, Args... args) {
-  if (smem > 16 * 1024)        // beyond 48 KB of dynamic and static shared memory together it must be asked for
-    if (const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(smem))) return status;
+  if (const cudaError_t status = allow_shared_memory(kernel, smem)) return status;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = dim3(block);

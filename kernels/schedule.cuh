@@ -40,13 +40,20 @@ __device__ void count_units(const Batch& batch, int* before) {
   count_rows<THREADS>(batch.rows, before, [&](int row) { return ceil_div(batch.length(row), kUnit); });
 }
 
-// The segment that starts at global unit `at` and ends at `end` or where its row and head end. Units run head by head within a row.
-__device__ inline Segment segment_at(const Batch& batch, const int* before, int64_t at, int64_t end) {
-  int low = 0, high = batch.rows - 1;                // the last row that begins at or before `at`
+// The row that global item `at` belongs to, the last that begins at or before it, where each row has before[row + 1] - before[row] items per
+// KV head.
+__device__ inline int row_of(const Batch& batch, const int* before, int64_t at) {
+  int low = 0, high = batch.rows - 1;
   while (low < high) {
     const int mid = (low + high + 1) / 2;
     if (int64_t(before[mid]) * batch.kv_heads <= at) low = mid; else high = mid - 1;
   }
+  return low;
+}
+
+// The segment that starts at global unit `at` and ends at `end` or where its row and head end. Units run head by head within a row.
+__device__ inline Segment segment_at(const Batch& batch, const int* before, int64_t at, int64_t end) {
+  const int low = row_of(batch, before, at);
   const int units = before[low + 1] - before[low];
   const int64_t within = at - int64_t(before[low]) * batch.kv_heads;
   Segment s;
@@ -80,11 +87,7 @@ struct Chunks {
   }
 
   __device__ Segment at(int chunk) const {
-    int low = 0, high = batch.rows - 1;              // the last row that begins at or before the chunk
-    while (low < high) {
-      const int mid = (low + high + 1) / 2;
-      if (before[mid] * batch.kv_heads <= chunk) low = mid; else high = mid - 1;
-    }
+    const int low = row_of(batch, before, chunk);
     const int per_head = before[low + 1] - before[low], within = chunk - before[low] * batch.kv_heads;
     Segment s;
     s.row = low;

@@ -1,8 +1,9 @@
 // ssa_fixed, topk, uniform_tail: a heavy set by exact threshold, and a tail. The histogram gives the bin of the largest code outside the
 // heavy set; count_kernel counts that bin's codes one by one and weighs the bins below it; place_kernel then knows threshold, ties and
-// weights, and writes the rows taken in order. As in ssa_place.cu, blocks wait only for blocks of lower index.
+// weights, and writes the rows taken in order. Blocks wait for each other as in ssa_place.cu.
 #include "block_sum.cuh"
 #include "philox.cuh"
+#include "proxy_schedule.cuh"
 #include "ssa.cuh"
 
 namespace santa {
@@ -66,37 +67,41 @@ struct OwnCodes {
 
 __global__ void __launch_bounds__(kFixedThreads)
     count_kernel(Batch batch, SelectBuffers select, double heavy_fraction, ProxyBuffers buffers) {
+  extern __shared__ int before[];                    // [rows + 1]
   __shared__ int64_t exp2[256], scratch[kFixedWarps];
   __shared__ int fine[kBinCodes];
   launch_next();
   wait_previous();
-  const int chunk = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
-  const int n = batch.length(row);
-  if (int64_t(chunk) * kChunk >= n) return;
   if (threadIdx.x < 256) exp2[threadIdx.x] = 2 * select.exp2[threadIdx.x];
-  if (threadIdx.x < kBinCodes) fine[threadIdx.x] = 0;
-  const int64_t pair = int64_t(row) * batch.kv_heads + head;
-  OwnCodes codes;
-  codes.load(select.codes + pair * batch.max_units * kUnit, chunk * kChunk + threadIdx.x * kOwnCodes, n);
-  const Threshold threshold =
-      find_threshold(select.histogram + pair * kBins, heavy_count(batch.method[row], batch.budget[row], heavy_fraction));
-  if (threshold.bin < 0) return;
-  int64_t weight = 0;
+  const auto chunks = PlaceChunks::make<kFixedThreads>(batch, before);
+  for (int item = blockIdx.x; item < chunks.count; item += gridDim.x) {
+    const auto [row, head, chunk] = chunks[item];
+    const int n = batch.length(row);
+    __syncthreads();                                   // shared memory may still be read for the chunk before
+    if (threadIdx.x < kBinCodes) fine[threadIdx.x] = 0;
+    const int64_t pair = int64_t(row) * batch.kv_heads + head;
+    OwnCodes codes;
+    codes.load(select.codes + pair * batch.max_units * kUnit, chunk * kChunk + threadIdx.x * kOwnCodes, n);
+    const Threshold threshold =
+        find_threshold(select.histogram + pair * kBins, heavy_count(batch.method[row], batch.budget[row], heavy_fraction));
+    if (threshold.bin < 0) continue;
+    int64_t weight = 0;
 #pragma unroll
-  for (int i = 0; i < kOwnCodes; ++i) {
-    const int code = codes[i], bin = (code + 32768) >> kBinShift;
-    if (code == kExcluded || bin > threshold.bin) continue;
-    if (bin == threshold.bin) atomicAdd(&fine[code & (kBinCodes - 1)], 1);
-    else weight += tail_weight(exp2, code, threshold.bin);
-  }
-  int64_t total;
-  block_scan<kFixedThreads>(weight, scratch, &total);
-  if (threadIdx.x == 0 && total)
-    atomicAdd(reinterpret_cast<unsigned long long*>(buffers.low_weight + pair), static_cast<unsigned long long>(total));
-  if (threadIdx.x < kBinCodes) {
-    int* all = buffers.fine + pair * (buffers.max_chunks + 1) * kBinCodes;
-    all[chunk * kBinCodes + threadIdx.x] = fine[threadIdx.x];
-    if (fine[threadIdx.x]) atomicAdd(all + buffers.max_chunks * kBinCodes + threadIdx.x, fine[threadIdx.x]);
+    for (int i = 0; i < kOwnCodes; ++i) {
+      const int code = codes[i], bin = (code + 32768) >> kBinShift;
+      if (code == kExcluded || bin > threshold.bin) continue;
+      if (bin == threshold.bin) atomicAdd(&fine[code & (kBinCodes - 1)], 1);
+      else weight += tail_weight(exp2, code, threshold.bin);
+    }
+    int64_t total;
+    block_scan<kFixedThreads>(weight, scratch, &total);
+    if (threadIdx.x == 0 && total)
+      atomicAdd(reinterpret_cast<unsigned long long*>(buffers.low_weight + pair), static_cast<unsigned long long>(total));
+    if (threadIdx.x < kBinCodes) {
+      int* all = buffers.fine + pair * (buffers.max_chunks + 1) * kBinCodes;
+      all[chunk * kBinCodes + threadIdx.x] = fine[threadIdx.x];
+      if (fine[threadIdx.x]) atomicAdd(all + buffers.max_chunks * kBinCodes + threadIdx.x, fine[threadIdx.x]);
+    }
   }
 }
 
@@ -123,140 +128,147 @@ __global__ void __launch_bounds__(kFixedThreads)
   __shared__ unsigned drawn[kChunk / 32];
   __shared__ int tie_index, tie_heavy, ties_ahead;   // the threshold's code within its bin; how many of its tokens are heavy
   __shared__ int64_t tail_mass;
+  int* before = reinterpret_cast<int*>(upto_token + kChunk);             // [rows + 1]
   launch_next();
   wait_previous();
-  const int chunk = blockIdx.x, head = blockIdx.y, row = blockIdx.z, t = threadIdx.x;
-  const int n = batch.length(row);
-  if (int64_t(chunk) * kChunk >= n) return;
+  const int t = threadIdx.x;
   if (t < 256) exp2[t] = 2 * select.exp2[t];
-  if (t < kChunk / 32) drawn[t] = 0;
-  if (t == 0) tail_mass = 0, ties_ahead = 0;
-  const int64_t pair = int64_t(row) * batch.kv_heads + head;
-  const int first = chunk * kChunk + t * kOwnCodes, method = batch.method[row], budget = batch.budget[row];
-  OwnCodes codes;
-  codes.load(select.codes + pair * batch.max_units * kUnit, first, n);
-  const Threshold threshold = find_threshold(select.histogram + pair * kBins, heavy_count(method, budget, heavy_fraction));
-  const int* fine = buffers.fine + pair * (buffers.max_chunks + 1) * kBinCodes;
-  const int base = (threshold.bin << kBinShift) - 32768;
+  const auto chunks = PlaceChunks::make<kFixedThreads>(batch, before);
+  for (int item = blockIdx.x; item < chunks.count; item += gridDim.x) {
+    const auto [row, head, chunk] = chunks[item];
+    const int n = batch.length(row);
+    __syncthreads();                                   // shared memory may still be read for the chunk before
+    if (t < kChunk / 32) drawn[t] = 0;
+    if (t == 0) tail_mass = 0, ties_ahead = 0;
+    const int64_t pair = int64_t(row) * batch.kv_heads + head;
+    const int first = chunk * kChunk + t * kOwnCodes, method = batch.method[row], budget = batch.budget[row];
+    OwnCodes codes;
+    codes.load(select.codes + pair * batch.max_units * kUnit, first, n);
+    const Threshold threshold = find_threshold(select.histogram + pair * kBins, heavy_count(method, budget, heavy_fraction));
+    const int* fine = buffers.fine + pair * (buffers.max_chunks + 1) * kBinCodes;
+    const int base = (threshold.bin << kBinShift) - 32768;
 
-  if (t < 32) {                                      // warp 0: from the bin's highest code down, the first that is not all heavy
-    const int code = kBinCodes - 1 - t, count = threshold.bin >= 0 ? __ldcg(fine + buffers.max_chunks * kBinCodes + code) : 0;
-    int upto = count;
+    if (t < 32) {                                      // warp 0: from the bin's highest code down, the first that is not all heavy
+      const int code = kBinCodes - 1 - t, count = threshold.bin >= 0 ? __ldcg(fine + buffers.max_chunks * kBinCodes + code) : 0;
+      int upto = count;
 #pragma unroll
-    for (int d = 1; d < 32; d *= 2) { const int other = __shfl_up_sync(~0u, upto, d); if (t >= d) upto += other; }
-    const int wanted = threshold.heavy - threshold.above;
-    const unsigned over = __ballot_sync(~0u, upto > wanted);
-    const int at = over ? __ffs(over) - 1 : 31;
-    const int light = t < at || !over ? 0 : t == at ? upto - wanted : count;      // of this code, left to the tail
-    int64_t mass = light ? light * tail_weight(exp2, base + code, threshold.bin) : 0;
+      for (int d = 1; d < 32; d *= 2) { const int other = __shfl_up_sync(~0u, upto, d); if (t >= d) upto += other; }
+      const int wanted = threshold.heavy - threshold.above;
+      const unsigned over = __ballot_sync(~0u, upto > wanted);
+      const int at = over ? __ffs(over) - 1 : 31;
+      const int light = t < at || !over ? 0 : t == at ? upto - wanted : count;      // of this code, left to the tail
+      int64_t mass = light ? light * tail_weight(exp2, base + code, threshold.bin) : 0;
 #pragma unroll
-    for (int d = 16; d > 0; d /= 2) mass += __shfl_xor_sync(~0u, mass, d);
-    if (t == at) {
-      tie_index = code;
-      tie_heavy = wanted - (upto - count);
-      tail_mass = threshold.bin >= 0 ? mass + __ldcg(buffers.low_weight + pair) : 0;
+      for (int d = 16; d > 0; d /= 2) mass += __shfl_xor_sync(~0u, mass, d);
+      if (t == at) {
+        tie_index = code;
+        tie_heavy = wanted - (upto - count);
+        tail_mass = threshold.bin >= 0 ? mass + __ldcg(buffers.low_weight + pair) : 0;
+      }
     }
-  }
-  __syncthreads();
-  const int tie = threshold.bin < 0 ? kExcluded : base + tie_index;                // bin -1: every included code is above it
-  if (t < 32 && threshold.bin >= 0) {
-    int ties = 0;
-    for (int c = t; c < chunk; c += 32) ties += __ldcg(fine + c * kBinCodes + tie_index);
-    ties = __reduce_add_sync(~0u, ties);
-    if (t == 0) ties_ahead = ties;
-  }
-  int own_ties = 0;
+    __syncthreads();
+    const int tie = threshold.bin < 0 ? kExcluded : base + tie_index;                // bin -1: every included code is above it
+    if (t < 32 && threshold.bin >= 0) {
+      int ties = 0;
+      for (int c = t; c < chunk; c += 32) ties += __ldcg(fine + c * kBinCodes + tie_index);
+      ties = __reduce_add_sync(~0u, ties);
+      if (t == 0) ties_ahead = ties;
+    }
+    int own_ties = 0;
 #pragma unroll
-  for (int i = 0; i < kOwnCodes; ++i) own_ties += codes[i] == tie && tie != kExcluded;
-  int64_t total;
-  __syncthreads();
-  int tie_rank = ties_ahead + int(block_scan<kFixedThreads>(own_ties, scratch, &total)) - own_ties;
-  unsigned heavy = 0, rest = 0;                      // bit i: own token i
-#pragma unroll
-  for (int i = 0; i < kOwnCodes; ++i) {
-    const int code = codes[i];
-    if (code == kExcluded) continue;
-    const bool ties = code == tie;
-    if (code > tie || (ties && tie_rank < tie_heavy)) heavy |= 1u << i; else rest |= 1u << i;
-    tie_rank += ties;
-  }
-
-  // The tail's rates, their prefix sums, and who is drawn.
-  const int heavies = min(threshold.heavy, threshold.included), draws = budget - heavies, others = threshold.included - heavies;
-  const double share = __ddiv_rn(__dmul_rn(double(draws), double(kOne)), double(max(tail_mass, int64_t(1))));
-  const int64_t uniform_rate = min(kOne, int64_t(draws) * kOne / max(others, 1));
-  const auto rate_of = [&](int i) -> int64_t {
-    if (!(rest >> i & 1) || draws <= 0) return 0;
-    return method == kUniformTail ? uniform_rate
-           : method == kSsaFixed  ? int64_t(__dmul_rn(double(tail_weight(exp2, codes[i], threshold.bin)), share))
-                                  : 0;
-  };
-  int64_t own = 0;
-#pragma unroll
-  for (int i = 0; i < kOwnCodes; ++i) own += rate_of(i);
-  __syncthreads();
-  int64_t upto = block_scan<kFixedThreads>(own, scratch, &total) - own;
-  if (t < 32) { const int64_t sum = sum_ahead(select.chunk_sum + pair * select.max_chunks, chunk, total); if (t == 0) ahead = sum; }
-  __syncthreads();
-  unsigned taken = heavy;
-  const int global_head = batch.head_offset + head;
-  if (method == kUniformTail) {
-    int64_t at = ahead + upto + uniform44(batch.seed[row], n - 1, batch.layer, kSelectStream, global_head, 0);
+    for (int i = 0; i < kOwnCodes; ++i) own_ties += codes[i] == tie && tie != kExcluded;
+    int64_t total;
+    __syncthreads();
+    int tie_rank = ties_ahead + int(block_scan<kFixedThreads>(own_ties, scratch, &total)) - own_ties;
+    unsigned heavy = 0, rest = 0;                      // bit i: own token i
 #pragma unroll
     for (int i = 0; i < kOwnCodes; ++i) {
-      const int64_t next = at + rate_of(i);
-      if (next >> 44 > at >> 44) taken |= 1u << i;
-      at = next;
+      const int code = codes[i];
+      if (code == kExcluded) continue;
+      const bool ties = code == tie;
+      if (code > tie || (ties && tie_rank < tie_heavy)) heavy |= 1u << i; else rest |= 1u << i;
+      tie_rank += ties;
     }
-  } else if (method == kSsaFixed) {
-#pragma unroll
-    for (int i = 0; i < kOwnCodes; ++i) { upto += rate_of(i); upto_token[t * kOwnCodes + i] = upto; }
-    __syncthreads();
-    for (int j = t; j < draws; j += kFixedThreads) {
-      const int64_t point = draws * uniform44(batch.seed[row], n - 1, batch.layer, kSelectStream, global_head, j) - ahead;
-      if (point < 0 || point >= total) continue;
-      int low = 0, high = kChunk - 1;                // the first token whose prefix sum is beyond the point
-      while (low < high) { const int mid = (low + high) / 2; if (upto_token[mid] > point) high = mid; else low = mid + 1; }
-      atomicOr(&drawn[low / 32], 1u << low % 32);
-    }
-    __syncthreads();
-    taken |= drawn[t / 2] >> t % 2 * kOwnCodes & 0xffffu;
-  }
 
-  const int own_taken = __popc(taken);
-  __syncthreads();
-  int64_t slot = block_scan<kFixedThreads>(own_taken, scratch, &total) - own_taken;
-  if (t < 32) {
-    const int64_t sum = sum_ahead(buffers.chunk_taken + pair * select.max_chunks, chunk, total);
-    if (t == 0) {
-      ahead = sum;
-      if ((chunk + 1) * kChunk >= n) select.count[pair] = int(min(int64_t(select.max_samples), sum + total));
+    // The tail's rates, their prefix sums, and who is drawn.
+    const int heavies = min(threshold.heavy, threshold.included), draws = budget - heavies, others = threshold.included - heavies;
+    const double share = __ddiv_rn(__dmul_rn(double(draws), double(kOne)), double(max(tail_mass, int64_t(1))));
+    const int64_t uniform_rate = min(kOne, int64_t(draws) * kOne / max(others, 1));
+    const auto rate_of = [&](int i) -> int64_t {
+      if (!(rest >> i & 1) || draws <= 0) return 0;
+      return method == kUniformTail ? uniform_rate
+             : method == kSsaFixed  ? int64_t(__dmul_rn(double(tail_weight(exp2, codes[i], threshold.bin)), share))
+                                    : 0;
+    };
+    int64_t own = 0;
+#pragma unroll
+    for (int i = 0; i < kOwnCodes; ++i) own += rate_of(i);
+    __syncthreads();
+    int64_t upto = block_scan<kFixedThreads>(own, scratch, &total) - own;
+    if (t < 32) { const int64_t sum = sum_ahead(select.chunk_sum + pair * select.max_chunks, chunk, total); if (t == 0) ahead = sum; }
+    __syncthreads();
+    unsigned taken = heavy;
+    const int global_head = batch.head_offset + head;
+    if (method == kUniformTail) {
+      int64_t at = ahead + upto + uniform44(batch.seed[row], n - 1, batch.layer, kSelectStream, global_head, 0);
+#pragma unroll
+      for (int i = 0; i < kOwnCodes; ++i) {
+        const int64_t next = at + rate_of(i);
+        if (next >> 44 > at >> 44) taken |= 1u << i;
+        at = next;
+      }
+    } else if (method == kSsaFixed) {
+#pragma unroll
+      for (int i = 0; i < kOwnCodes; ++i) { upto += rate_of(i); upto_token[t * kOwnCodes + i] = upto; }
+      __syncthreads();
+      for (int j = t; j < draws; j += kFixedThreads) {
+        const int64_t point = draws * uniform44(batch.seed[row], n - 1, batch.layer, kSelectStream, global_head, j) - ahead;
+        if (point < 0 || point >= total) continue;
+        int low = 0, high = kChunk - 1;                // the first token whose prefix sum is beyond the point
+        while (low < high) { const int mid = (low + high) / 2; if (upto_token[mid] > point) high = mid; else low = mid + 1; }
+        atomicOr(&drawn[low / 32], 1u << low % 32);
+      }
+      __syncthreads();
+      taken |= drawn[t / 2] >> t % 2 * kOwnCodes & 0xffffu;
     }
-  }
-  __syncthreads();
-  slot += ahead;
-  if (!taken) return;
-  const int cache_row = batch.block_table[row * batch.table_stride + first / block_size] * block_size + first % block_size;
-  int4* sample = select.sample + pair * select.max_samples;
-  for (int i = 0; i < kOwnCodes; ++i) {
-    if (!(taken >> i & 1) || slot >= select.max_samples) continue;
-    float pi = 1.f;
-    if (rest >> i & 1) {
-      const float p = float(rate_of(i)) * (1.f / float(kOne));
-      // p is the expected number of draws of the token: of `draws` draws each takes it with probability p / draws.
-      pi = method == kUniformTail ? p : -expm1f(float(draws) * log1pf(-p / float(draws)));
+
+    const int own_taken = __popc(taken);
+    __syncthreads();
+    int64_t slot = block_scan<kFixedThreads>(own_taken, scratch, &total) - own_taken;
+    if (t < 32) {
+      const int64_t sum = sum_ahead(buffers.chunk_taken + pair * select.max_chunks, chunk, total);
+      if (t == 0) {
+        ahead = sum;
+        if ((chunk + 1) * kChunk >= n) select.count[pair] = int(min(int64_t(select.max_samples), sum + total));
+      }
     }
-    sample[slot++] = make_int4(first + i, cache_row + i, __float_as_int(pi), 0);
+    __syncthreads();
+    slot += ahead;
+    if (!taken) continue;
+    const int cache_row = batch.block_table[row * batch.table_stride + first / block_size] * block_size + first % block_size;
+    int4* sample = select.sample + pair * select.max_samples;
+    for (int i = 0; i < kOwnCodes; ++i) {
+      if (!(taken >> i & 1) || slot >= select.max_samples) continue;
+      float pi = 1.f;
+      if (rest >> i & 1) {
+        const float p = float(rate_of(i)) * (1.f / float(kOne));
+        // p is the expected number of draws of the token: of `draws` draws each takes it with probability p / draws.
+        pi = method == kUniformTail ? p : -expm1f(float(draws) * log1pf(-p / float(draws)));
+      }
+      sample[slot++] = make_int4(first + i, cache_row + i, __float_as_int(pi), 0);
+    }
   }
 }
 
 cudaError_t place_fixed(const Batch& batch, const SelectBuffers& select, double heavy_fraction, int block_size, const ProxyBuffers& buffers,
                         cudaStream_t stream, bool overlap) {
-  const dim3 grid(select.max_chunks, batch.kv_heads, batch.rows);
-  if (const cudaError_t status = launch(count_kernel, grid, kFixedThreads, 0, stream, overlap, batch, select, heavy_fraction, buffers))
+  const size_t before = (batch.rows + 1) * sizeof(int), shared = kChunk * sizeof(int64_t) + before;
+  int blocks;
+  if (const cudaError_t status = allow_shared_memory(place_fixed_kernel, shared)) return status;
+  if (const cudaError_t status = resident_blocks(place_fixed_kernel, kFixedThreads, shared, &blocks)) return status;
+  if (const cudaError_t status = launch(count_kernel, dim3(blocks), kFixedThreads, before, stream, overlap, batch, select, heavy_fraction, buffers))
     return status;
-  return launch(place_fixed_kernel, grid, kFixedThreads, kChunk * sizeof(int64_t), stream, overlap, batch, select, heavy_fraction, block_size,
-                buffers);
+  return launch(place_fixed_kernel, dim3(blocks), kFixedThreads, shared, stream, overlap, batch, select, heavy_fraction, block_size, buffers);
 }
 
 }  // namespace santa

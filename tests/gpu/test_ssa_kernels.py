@@ -202,6 +202,15 @@ def test_methods_share_a_batch_and_other_rows_are_left_alone() -> None:
     assert run(alone)[0][[2, 6]].equal(output[[2, 6]])
 
 
+def test_blocks_take_several_chunks_in_turn() -> None:
+    """More chunks of the placement than blocks run at once, of rows of unlike lengths."""
+    contexts = [60000 + 1700 * row if row % 5 else 900 for row in range(24)]
+    batch = make_batch(*SHAPES[0], contexts, [SSA_METHODS[row % 4] for row in range(24)], [300] * 24)
+    result = run(batch)
+    for row in range(24):
+        check_row(batch, row, *result)
+
+
 @pytest.mark.parametrize(
     "settings", [SelectionSettings(0, 0), SelectionSettings(10**6, 0), SelectionSettings(0, 700), SelectionSettings(1, 1, 0.0, 0.0)]
 )
