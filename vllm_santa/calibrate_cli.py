@@ -20,16 +20,18 @@ def calibrate(
     from transformers.utils import logging
 
     from vllm_santa.calibrate import calibrate as train
-    from vllm_santa.codebook import CodebookError, save_codebooks
+    from vllm_santa.codebook import save_codebooks
+    from vllm_santa.refusals import refuse_codebooks_among_weights
 
     logging.disable_progress_bar()
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description:>18}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
+        refuse_codebooks_among_weights(out, model)
         with Progress(*columns, console=console) as bars:
             codebooks = train(model, text.read_text(encoding="utf-8"), tokens, subspaces, seed, bars)
         save_codebooks(codebooks, out)
-    except (CodebookError, OSError, UnicodeDecodeError) as error:
+    except (ValueError, OSError) as error:
         console.print(str(error), style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
     info = codebooks.info

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from vllm_santa.engine_id import engine_id
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.policy import Policy, policy_of, policy_path
-from vllm_santa.refusals import refuse_configuration
+from vllm_santa.refusals import refuse_codebooks_among_weights, refuse_configuration
 from vllm_santa.wrapping import wrap_once
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def observe_config(vllm_config: "VllmConfig") -> None:
     engine_id(vllm_config)  # as early as can be: its processes get it with the configuration
     refuse_configuration(vllm_config)
     _policy = policy_of(vllm_config)
+    if _policy.codebooks is not None:
+        refuse_codebooks_among_weights(_policy.codebooks, vllm_config.model_config.model)
     _captures_decodes = captures_decodes(vllm_config, _policy)
     _blind_workers = blind_workers(vllm_config)
     logger.info("SANTA policy: %s", policy_path(vllm_config) or "the built-in default")

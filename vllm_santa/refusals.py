@@ -1,5 +1,6 @@
 """What the backend refuses at start because it could not be right, beyond what vLLM asks a backend about itself."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -38,3 +39,16 @@ def refuse_layer(attn_type: str, **features: object) -> None:
             raise NotImplementedError(
                 f"--attention-backend santa does not support {feature.replace('_', ' ')}; serve this model with another backend"
             )
+
+
+def refuse_codebooks_among_weights(codebooks: Path | str, model: str) -> None:
+    """Refuse a codebook file in the model's own folder: vLLM takes every .safetensors file there for weights, and fails.
+
+    Raises:
+        ValueError: names the file.
+    """
+    if Path(model).is_dir() and Path(codebooks).resolve().parent == Path(model).resolve():
+        raise ValueError(
+            f"codebooks: {codebooks} lies in the model's folder, where vLLM takes every .safetensors file for weights; "
+            "allowed: any other folder"
+        )

@@ -114,6 +114,12 @@ def test_calibrate_refusals(folder: Path, tmp_path: Path, options: list[str], te
     assert not (tmp_path / "c.safetensors").exists()
 
 
+def test_calibrate_keeps_codebooks_out_of_the_models_folder(folder: Path, tmp_path: Path) -> None:
+    result = calibrate(folder, tmp_path, "--out", str(folder / "codebooks.safetensors"))
+    assert result.exit_code == 1 and "lies in the model's folder" in result.output
+    assert not (folder / "codebooks.safetensors").exists()
+
+
 def test_calibrate_names_a_missing_model(tmp_path: Path) -> None:
     result = calibrate(tmp_path / "nowhere", tmp_path)
     assert result.exit_code == 1 and "nowhere" in result.output

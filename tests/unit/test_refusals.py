@@ -1,11 +1,12 @@
 """What stops the start."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_santa.refusals import refuse_configuration, refuse_layer
+from vllm_santa.refusals import refuse_codebooks_among_weights, refuse_configuration, refuse_layer
 
 
 def config(**changes: Any) -> Any:
@@ -47,3 +48,12 @@ def test_options_that_do_not_go_together(changes: dict[str, Any], words: str) ->
 def test_layers_that_cannot_be_right(attn_type: str, features: dict[str, object], words: str) -> None:
     with pytest.raises(NotImplementedError, match=f"does not support {words}"):
         refuse_layer(attn_type, **features)
+
+
+def test_codebooks_lie_beside_the_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    refuse_codebooks_among_weights(tmp_path / "codebooks.safetensors", str(tmp_path / "model"))
+    refuse_codebooks_among_weights("codebooks.safetensors", "hub/name")
+    for inside in ("model/codebooks.safetensors", "model/../model/c.safetensors"):
+        with pytest.raises(ValueError, match="codebooks: .* lies in the model's folder"):
+            refuse_codebooks_among_weights(tmp_path / inside, str(tmp_path / "model"))
