@@ -22,11 +22,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.engine import Engine, EngineSpec
 from vllm_santa.codebook import Codebook, CodebookInfo, Codebooks, save_codebooks
 from vllm_santa.methods import Method
 from vllm_santa.policy.budget import Budget
 from vllm_santa.reads import expected_rows
+
+from .engine import Engine, EngineSpec
 
 console = Console(width=140)
 RESULTS = Path(__file__).parent / "results"
@@ -197,7 +198,7 @@ def copy_speed() -> float:
     import multiprocessing as mp
     from concurrent.futures import ProcessPoolExecutor
 
-    from benchmarks.kernels.common import copy_speed as measured
+    from .kernels.common import copy_speed as measured
 
     with ProcessPoolExecutor(1, mp_context=mp.get_context("spawn")) as pool:
         return pool.submit(measured).result()

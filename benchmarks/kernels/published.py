@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch.utils.cpp_extension import load
 
-from benchmarks.kernels.common import Case, Inputs
 from vllm_santa.methods import Method
+
+from .common import Case, Inputs
 
 
 @dataclass(frozen=True)

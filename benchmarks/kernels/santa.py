@@ -16,12 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import published as published_kernels
-from benchmarks.kernels.common import Case, Inputs, copy_speed, flashinfer_decode, make_inputs, time_us, versions
-from benchmarks.kernels.published import Published
 from vllm_santa import kernel_ops as ops
 from vllm_santa.jit import DTYPES, Shape
 from vllm_santa.methods import Method
+
+from . import published as published_kernels
+from .common import Case, Inputs, copy_speed, flashinfer_decode, make_inputs, time_us, versions
+from .published import Published
 
 LLAMA_8B = [Case(32, 8, 128, context, batch) for batch in (1, 8) for context in (32768, 131072)]
 OTHERS = [

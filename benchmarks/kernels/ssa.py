@@ -8,6 +8,7 @@ be read and the share of the machine's copy speed they were read at; then the en
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,13 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.kernels.common import Case, Inputs, copy_speed, flashinfer_decode, make_inputs, time_us, versions
 from vllm_santa.codebook import Codebook
 from vllm_santa.jit import Shape
 from vllm_santa.kernel_ops import Layer
 from vllm_santa.methods import Method
 from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.ssa_ops import CodebookBuffers, SsaWorkspace, encode_blocks, ssa, write_cache
+
+from .common import Case, Inputs, copy_speed, flashinfer_decode, make_inputs, time_us, versions
 
 K = 1024
 PAPER = [Case(16, 4, 256, context * K, batch, torch.float16) for context, batch in ((32, 8), (128, 1), (128, 4), (1024, 1), (1024, 16))]
@@ -115,24 +117,29 @@ def stage_bytes(case: Case, rows: int) -> dict[str, int]:
     }
 
 
+def decoder(case: Case, most: int, output: Tensor, methods: tuple[Method, ...]) -> Callable[[Inputs], Callable[[], None]]:
+    """A function that makes the benchmarked call for an input. most: the largest budget that its rows may have."""
+    shape, layer = Shape(case.head_dim, case.group, case.dtype), Layer(0, case.head_dim**-0.5)
+    buffers = random_buffers(case.kv_heads, case.head_dim, case.code_bytes)
+    workspace = SsaWorkspace(case.batch, case.kv_heads, shape, case.context, most, subspaces=case.code_bytes)
+    return lambda one: lambda: ssa(
+        one.query, one.kv, one.codes, one.rows, layer, buffers, SETTINGS, output, workspace, methods=methods
+    )  # fmt: skip
+
+
 def measure(case: Case, ratios: tuple[int, ...], dense: float, inputs: list[Inputs], copy: float) -> list[Row]:
     """All budgets of one shape."""
-    shape, layer, rows = Shape(case.head_dim, case.group, case.dtype), Layer(0, case.head_dim**-0.5), []
-    buffers = random_buffers(case.kv_heads, case.head_dim, case.code_bytes)
-    output = torch.empty_like(inputs[0].query)
-    workspace = SsaWorkspace(case.batch, case.kv_heads, shape, case.context, case.context // min(ratios), subspaces=case.code_bytes)
-
-    def call(one: Inputs) -> None:
-        ssa(one.query, one.kv, one.codes, one.rows, layer, buffers, SETTINGS, output, workspace, methods=(Method.ssa,))
-
+    rows = []
+    make = decoder(case, case.context // min(ratios), torch.empty_like(inputs[0].query), (Method.ssa,))
+    calls = [make(one) for one in inputs]
     for ratio in ratios:
         budget = case.context // ratio
         for one in inputs:
             one.rows.budget.fill_(budget)
-        elapsed = time_us([lambda one=one: call(one) for one in inputs])
+        elapsed = time_us(calls)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            call(inputs[0])
+            calls[0]()
         stages = stage_times(graph)
         taken = budget + WINDOWS
         moved = stage_bytes(case, taken)

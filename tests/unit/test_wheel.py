@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 PIP = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
-DATA = {"kernels": ("*.cu", "*.cuh"), "configs": ("*.yaml",)}
+DATA = {"kernels": ("*.cu", "*.cuh"), "configs": ("*.yaml",), "benchmarks": ("*.py",), "benchmarks/kernels": ("*.py",)}
 """Folders of the source tree that the wheel carries inside vllm_santa."""
 
 
@@ -101,6 +101,20 @@ def test_the_command_line_runs_in_a_bare_environment(bare: Path) -> None:
     assert "doctor" in run(command, "--help").stdout
     explained = run(command, "policy", "explain", ROOT / "configs" / "default.yaml", "--context", 20000)
     assert explained.returncode == 0 and "decision: pps" in explained.stdout
+
+
+@pytest.mark.parametrize("command", [("bench",), ("tune", "32/8/128")])
+def test_measuring_explains_what_it_lacks(bare: Path, command: tuple[str, ...]) -> None:
+    """Without a GPU, or with one and without torch."""
+    done = run(bare.with_name("vllm-santa"), *command, cwd=bare.parent)
+    assert done.returncode == 1 and "cure: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_benchmarks_are_found_in_the_package(bare: Path) -> None:
+    """They need torch, which this environment lacks: that is all that fails."""
+    code = "from vllm_santa.bench.programs import run_program; raise SystemExit(run_program('kernels.tune', ['--help']))"
+    done = run(bare, "-c", code, cwd=bare.parent)
+    assert done.returncode == 1 and "vllm_santa/benchmarks/kernels/tune.py" in done.stderr and "No module named 'torch'" in done.stderr
 
 
 def test_doctor_explains_a_bare_environment(bare: Path) -> None:
