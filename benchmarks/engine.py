@@ -90,6 +90,11 @@ class Engine:
         self._pipe.send((prompts, tokens, dict(santa or {})))
         return self._receive()
 
+    def rpc(self, method: str) -> list[Any]:
+        """Call a method of the workers, as the option `worker_extension_cls` adds them; one result a worker, in the order of ranks."""
+        self._pipe.send(method)
+        return self._receive()
+
     def _receive(self) -> Any:
         try:
             result = self._pipe.recv()
@@ -110,7 +115,11 @@ def _serve(spec: EngineSpec, pipe: Connection) -> None:
     instance = engine_id(engine.llm_engine.vllm_config)
     pipe.send("ready")
     while True:
-        prompts, tokens, santa = pipe.recv()
+        asked = pipe.recv()
+        if isinstance(asked, str):
+            pipe.send(engine.collective_rpc(asked))
+            continue
+        prompts, tokens, santa = asked
         sampling = SamplingParams(temperature=0, max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False, extra_args=santa)
         before = rows_by_method(instance)
         outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
