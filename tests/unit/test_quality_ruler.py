@@ -60,6 +60,10 @@ def wheels() -> None:
 ALL_TASKS = (*TASKS, "niah_single_1", "niah_multikey_3", "niah_multivalue", "niah_multiquery")
 
 
+CLASH = 1212
+"""A sample of vt at 2,500 tokens whose solved example gets two variables of one name, of which RULER makes an IndexError."""
+
+
 @pytest.fixture(scope="module")
 def prompts(wheels: None) -> dict[tuple[str, int], Prompt]:
     made = make_prompts(Renderer(Words()), ALL_TASKS, [2500], 3)
@@ -95,6 +99,12 @@ def test_frequent_words_are_the_most_frequent(prompts: dict[tuple[str, int], Pro
     words = prompts["fwe", 1].text.split()
     counts = sorted({word: words.count(word) for word in words if len(word) == 6 and word.islower()}.items(), key=lambda item: -item[1])
     assert [word for word, _ in counts[:3]] == prompts["fwe", 1].answers
+
+
+def test_variables_of_one_name_are_drawn_again(wheels: None) -> None:
+    task = load_task("vt", 2500, Renderer(Words()).count, None)
+    text, _, answers = task.sample(20, CLASH)
+    assert len(set(answers)) == 5 and all(f"VAR {name} = " in text for name in answers)
 
 
 def test_variable_tracking_follows_one_solved_example(prompts: dict[tuple[str, int], Prompt]) -> None:
@@ -332,6 +342,14 @@ def test_prompts_are_asked_together(file: AnswerFile) -> None:
     ask(server, file, concurrency=3)
     assert 1 < server.most_together <= 3
     assert len(file.done) == 18
+
+
+def test_no_prompt_begins_after_its_time(file: AnswerFile) -> None:
+    server = FakeServer()
+    ask_all(server, PROMPTS, NAMES, file, 1, Console(quiet=True), seconds=0.004)  # type: ignore[arg-type]
+    assert 0 < len(file.done) < 18 and len(file.done) % len(NAMES) == 0, "whole prompts"
+    ask_all(server, PROMPTS, NAMES, file, 1, Console(quiet=True), seconds=0)  # type: ignore[arg-type]
+    assert len(file.done) == len(server.asked) < 18
 
 
 def test_codebooks_are_not_awaited_where_none_are_needed(file: AnswerFile) -> None:

@@ -76,6 +76,7 @@ def ask(
     length: Annotated[list[int] | None, typer.Option(help="Only these lengths of the prompt file.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Only the first samples of each task and length.")] = None,
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts that are asked at a time.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Begin no prompt after so many seconds.")] = float("inf"),
     about: Annotated[str, typer.Option(help="What serves: hardware, precision, options. Kept with the results.")] = "",
 ) -> None:
     """Ask a running server."""
@@ -89,13 +90,14 @@ def ask(
     ]
     if not chosen:
         raise typer.BadParameter(f"{prompts}: has no such prompts")
+    chosen.sort(key=lambda prompt: prompt.index)  # a run that is cut off has about as many samples of every task
     try:
         server = Server(url, given.chat)
         run = {
             "prompts_sha256": sha256(prompts.read_bytes()).hexdigest(), "tokenizer": given.tokenizer, "chat": given.chat,
             "model": server.model, "vllm": server.version, "about": about,
         }  # fmt: skip
-        ask_all(server, chosen, configuration, AnswerFile(out, run), concurrency, console)
+        ask_all(server, chosen, configuration, AnswerFile(out, run), concurrency, console, seconds)
     except (ServerError, openai.OpenAIError, ValueError) as error:
         console.print(f"{error}\nWhat was answered is in {out}; the same command goes on from there.", style="red", soft_wrap=True)
         raise typer.Exit(1) from None

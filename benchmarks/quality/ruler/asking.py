@@ -1,6 +1,7 @@
 """Asking a server every prompt by every configuration, from several threads, with a progress bar."""
 
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -15,12 +16,18 @@ from benchmarks.quality.ruler.server import Server, ServerError, check_rows
 
 
 def ask_all(
-    server: Server, prompts: Sequence[Prompt], configurations: Sequence[str], answers: AnswerFile, concurrency: int, console: Console
+    server: Server,
+    prompts: Sequence[Prompt],
+    configurations: Sequence[str],
+    answers: AnswerFile,
+    concurrency: int,
+    console: Console,
+    seconds: float = float("inf"),
 ) -> None:
     """Ask what the file of answers lacks.
 
     All configurations of a prompt follow each other, so that the server's prefix cache pays for its prefill once; `concurrency` prompts
-    are on their way at a time.
+    are on their way at a time. After `seconds`, those on their way are the last.
 
     Raises:
         ServerError: the server cannot run a configuration, or did not do what it was asked.
@@ -39,11 +46,11 @@ def ask_all(
             server.await_codebooks(open_)
     # A server on another backend knows no santa parameters, and needs none for dense attention.
     parameters = {name: CONFIGURATIONS[name] for name in asked} if server.runs_santa() else {"dense": {}}
-    before, expected, stop = server.counters(), 0, threading.Event()
+    before, expected, stop, deadline = server.counters(), 0, threading.Event(), time.monotonic() + seconds
 
     def ask_prompt(prompt: Prompt) -> int:
         try:
-            return ask_configurations(prompt)
+            return ask_configurations(prompt) if time.monotonic() < deadline else 0
         except BaseException:
             stop.set()  # before this thread takes the next prompt
             raise

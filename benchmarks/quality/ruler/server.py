@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import Any
 
 import httpx
@@ -32,22 +33,29 @@ class Server:
         self.model: str = model.id
         self.max_model_len: int = model.max_model_len  # type: ignore[attr-defined]  # vLLM's own field
         self.version: str = httpx.get(f"{self.url}/version", timeout=60).raise_for_status().json()["version"]
+        self._tokens = lru_cache(maxsize=1024)(self._tokenize)  # once for all configurations of a prompt
 
     def ask(self, prompt: Prompt, configuration: str, parameters: dict[str, Any], max_tokens: int | None = None) -> Answer:
         """One text completion at temperature 0. The seed is the sample's, so that a run can be repeated."""
         started = time.monotonic()
         xargs = {f"santa_{name}": value for name, value in parameters.items()}
-        body: dict[str, Any] = {"add_special_tokens": not self._chat}
-        if xargs:
-            body["vllm_xargs"] = xargs
         completion = self._client.completions.create(
-            model=self.model, prompt=prompt.text, max_tokens=max_tokens or prompt.max_tokens, temperature=0, extra_body=body
+            model=self.model,
+            prompt=self._tokens(prompt.text),
+            max_tokens=max_tokens or prompt.max_tokens,
+            temperature=0,
+            extra_body={"vllm_xargs": xargs} if xargs else {},
         )
         tokens = completion.usage.completion_tokens if completion.usage else 0
         seconds = round(time.monotonic() - started, 3)
         return Answer(
             configuration, prompt.task, prompt.length, prompt.index, completion.choices[0].text, tokens, seconds, prompt.answers
         )  # fmt: skip
+
+    def _tokenize(self, text: str) -> list[int]:
+        """The text's tokens, by the server's own tokenizer."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": not self._chat}
+        return httpx.post(f"{self.url}/tokenize", json=body, timeout=600).raise_for_status().json()["tokens"]
 
     def counters(self) -> dict[tuple[str, str, str], float]:
         """SANTA's samples on /metrics, by name, method and reason, summed over engines; empty on another backend."""

@@ -143,10 +143,17 @@ def _needles(script: Script, _length: int, _count: Callable[[str], int], wheels:
 def _variables(script: Script, _length: int, count_tokens: Callable[[str], int], _wheels: Path | None) -> Sampler:
     chains, hops = script["args"].num_chains, script["args"].num_hops
 
+    def generate(noises: int, is_icl: bool = False) -> tuple[str, list[str]]:
+        while True:
+            try:
+                return script["generate_input_output"](noises, chains, hops, is_icl=is_icl)
+            except IndexError:  # two variables were given one name, which RULER does not survive: draw again
+                continue
+
     def example() -> str:
         """RULER's one solved example, of at most 500 tokens, its names and numbers drawn anew."""
         for noises in range(40, 0, -1):
-            text, answers = script["generate_input_output"](noises, chains, hops, is_icl=True)
+            text, answers = generate(noises, is_icl=True)
             solved = f"{text} {' '.join(answers)}\n\n"
             if count_tokens(solved) <= _FEW_SHOT_TOKENS:
                 break
@@ -154,7 +161,7 @@ def _variables(script: Script, _length: int, count_tokens: Callable[[str], int],
 
     def sample(size: int, _index: int) -> tuple[str, list[str]]:
         solved = example()
-        text, answers = script["generate_input_output"](size, chains, hops)
+        text, answers = generate(size)
         return f"{solved}\n\n{text}", answers
 
     return sample
