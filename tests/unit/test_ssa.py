@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm_santa.methods import Method
 from vllm_santa.reference.fixed_point import EXCLUDED, LOG_STEPS, ONE, log_codes
 from vllm_santa.reference.select import Selection, adaptive_with_replacement, certain, solve_level
-from vllm_santa.reference.ssa import SelectionSettings, forced_tokens, importance_weights, proposal, select_by_proxy
+from vllm_santa.reference.ssa import SelectionSettings, forced_tokens, importance_weights, proposal, select_by_proxy, shrunk_tail
 
 SETTINGS = SelectionSettings(sink=4, local=6)
 RANDOM = [Method.ssa, Method.ssa_fixed, Method.uniform_tail]
@@ -196,3 +196,39 @@ def test_a_million_tokens_with_the_largest_budget(method: Method) -> None:
     assert ((selection.probability >= 0) & (selection.probability <= 1)).all()
     assert abs(selection.probability.sum().item() - 256 - count) < max(4.0, budget * 0.02)
     assert budget * ONE <= 1 << 62
+
+
+def shrunk(group: int, n: int, budget: int, spread: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Mean squared errors of SSA and of SSA with a shrunk tail, [G]; the shrunk output's mean over the draws and the exact output, [G, D].
+
+    spread: how much values differ, beside a common part that the forced rows do not show.
+    """
+    scores, proxies, _ = problem(group, n)
+    generator = torch.Generator().manual_seed(n)
+    values = spread * torch.randn(n, 16, generator=generator).double()
+    values[SETTINGS.sink : n - SETTINGS.local] += 1.0
+    selection = select(Method.ssa, proxies, budget, 2000)
+    kept = many(scores, 2000).masked_fill(~selection.taken.unsqueeze(-2), -torch.inf)
+    plain = importance_weights(kept, selection.probability) @ values
+    output = shrunk_tail(kept, selection.probability, values)
+    exact = torch.softmax(scores.double(), -1) @ values
+    return ((plain - exact).square().sum(-1).mean(0), (output - exact).square().sum(-1).mean(0), output.mean(0), exact)
+
+
+def test_a_shrunk_tail_has_less_error_where_rows_disagree() -> None:
+    plain, output, _, _ = shrunk(group=3, n=400, budget=8, spread=3.0)
+    assert output.sum() < 0.9 * plain.sum()
+
+
+def test_a_shrunk_tail_is_ssa_where_rows_agree() -> None:
+    plain, output, mean, exact = shrunk(group=2, n=400, budget=60, spread=0.05)
+    assert (output < 1.25 * plain).all()
+    assert (mean - exact).norm() < 0.01 * exact.norm()
+
+
+def test_shrunk_tail_without_a_tail_is_exact() -> None:
+    scores, _, values = problem(3, 20)
+    certainly = torch.ones(20, dtype=torch.float64)
+    assert torch.allclose(shrunk_tail(scores, certainly, values), torch.softmax(scores.double(), -1) @ values)
+    nothing = torch.full_like(scores, -torch.inf)
+    assert (shrunk_tail(nothing, certainly, values) == 0).all()

@@ -12,7 +12,7 @@ from vllm_santa.methods import Method
 from vllm_santa.reference.pps import pps
 from vllm_santa.reference.scores import exact_scores
 from vllm_santa.reference.select import Selection
-from vllm_santa.reference.ssa import importance_weights
+from vllm_santa.reference.ssa import importance_weights, shrunk_tail
 from vllm_santa.reference.values import value_weights
 
 
@@ -46,12 +46,19 @@ def attend_values(method: Method, scores: Tensor, value: Tensor, budget: Tensor,
     return Attended((weights.float() @ _rows_of(value, rows, valid)).masked_fill(broken, torch.nan), taken)
 
 
-def attend_selected(query: Tensor, key: Tensor, value: Tensor, selection: Selection, scale: float, soft_cap: float = 0.0) -> Attended:
-    """The SSA family: rows of K and V selected by proxy, exact scores of those rows only, weights e^score/π normalised (SSA §2)."""
+def attend_selected(
+    query: Tensor, key: Tensor, value: Tensor, selection: Selection, scale: float, soft_cap: float = 0.0, shrink_tail: bool = False
+) -> Attended:
+    """The SSA family: rows of K and V selected by proxy, exact scores of those rows only, weights e^score/π normalised (SSA §2).
+
+    shrink_tail: less error for some bias, see `shrunk_tail`.
+    """
     rows, valid = taken_rows(selection.taken)
     scores = exact_scores(query, _rows_of(key, rows, valid), scale, soft_cap).masked_fill(~valid.unsqueeze(-2), -torch.inf)
-    weights = importance_weights(scores, selection.probability.gather(-1, rows))
-    return Attended(weights.float() @ _rows_of(value, rows, valid), selection.taken)
+    probability, values = selection.probability.gather(-1, rows), _rows_of(value, rows, valid)
+    if shrink_tail:
+        return Attended(shrunk_tail(scores, probability, values).float(), selection.taken)
+    return Attended(importance_weights(scores, probability).float() @ values, selection.taken)
 
 
 def taken_rows(taken: Tensor) -> tuple[Tensor, Tensor]:
