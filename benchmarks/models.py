@@ -16,10 +16,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 ROUND_TRIP = "Naïve café, 3.14159 → 2,718;\n\tdef f(x): return x**2  # “quoted” 漢字 🙂"
 PROMPT, CONTINUATION = "The capital of France is", " Paris"
@@ -187,6 +190,13 @@ def verify(folder: Path) -> None:
         tokens = model.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
         if not (text := tokenizer.decode(tokens)).startswith(CONTINUATION):
             raise ModelError(f"{folder.name}: {PROMPT!r} goes on with {text!r}, not {CONTINUATION!r}")
+
+
+def load(name: str, device: str) -> "PreTrainedModel":
+    """The model, prepared first if need be: float32 on the CPU, where anything else is slow; in its own type on a GPU."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(prepare(name), dtype="float32" if device == "cpu" else "auto").to(device)
 
 
 @contextmanager

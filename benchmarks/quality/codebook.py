@@ -4,12 +4,12 @@ Real keys and queries of a few layers, codebooks trained on one text and measure
 score error: root mean square over keys of the proxy's error, in nats, without the part that all keys share.
 output error: of adaptive SSA at a budget, relative, root mean square over draws, to first order and without sampling noise:
 sqrt(Σ p² (1/π - 1) ‖v - o‖²) / ‖o‖ with the inclusion probabilities π that the proxies give (Horvitz-Thompson variance of a ratio).
-Merges the model's results into benchmarks/results/codebook-error.json.
+Merges the model's results into benchmarks/results/codebook-error.json, after every row, so that a run that is cut short leaves its rows.
 """
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import version
@@ -21,9 +21,9 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from benchmarks.models import prepare
+from benchmarks.models import load, prepare
 from benchmarks.quality.codebook_variants import COMPARED, OURS, VARIANTS, Sample
 from benchmarks.quality.texts import TEXTS
 from vllm_santa.capture import Captured, capture_qkv
@@ -40,6 +40,7 @@ QUERIES = 12
 TRAINING_TOKENS = (1024, 4096)
 
 Codebooks = dict[int, Codebook]
+Row = dict[str, object]
 
 
 class Text(NamedTuple):
@@ -88,7 +89,7 @@ def _errors(query: Tensor, keys: Tensor, values: Tensor, scale: float, codebook:
     distance = torch.cdist(output, values).square()
     forced, codes = proposal(proxy, SETTINGS)
     for budget in BUDGETS:
-        count = torch.full(codes.shape[:-1], round(budget * keys.shape[0]))
+        count = codes.new_full(codes.shape[:-1], round(budget * keys.shape[0]))
         probability = adaptive(codes, count, torch.zeros_like(count)).probability + forced
         variance = (p.square() * (1 / probability.clamp(min=1e-12) - 1).float()[:, None] * distance).sum(-1)
         results.append((variance.sqrt() / output.norm(dim=-1)).mean())
@@ -107,7 +108,7 @@ def train(text: Text, variant: str = OURS, subspaces: int = 16, tokens: int | No
     return codebooks
 
 
-def study(texts: dict[str, Text], progress: Progress) -> list[dict[str, object]]:
+def study(texts: dict[str, Text], progress: Progress) -> Iterator[Row]:
     """Every comparison, a row each. The first text is measured; the second trains, unless a row says otherwise."""
     measured, training = list(texts.values())[:2]
     cases: list[tuple[str, str, int, Callable[[], Codebooks], int]] = []
@@ -121,24 +122,22 @@ def study(texts: dict[str, Text], progress: Progress) -> list[dict[str, object]]
     for tokens in TRAINING_TOKENS:
         for spread in (False, True):
             setting = f"{tokens} tokens, {'spread over the context' if spread else 'as they stand'}"
-            for offset in (0, (context - length) // 2, context - length):
+            for offset in sorted({0, (context - length) // 2, context - length}):
                 cases.append((f"positions from {offset}", setting, 16, partial(train, training, tokens=tokens, spread=spread), offset))
-    rows = [_row("transform", "exact scores as proxy", None, measure(measured))]
+    yield _row("transform", "exact scores as proxy", None, measure(measured))
     for table, setting, width, codebooks, offset in progress.track(cases, description="codebooks"):
-        rows.append(_row(table, setting, width, measure(measured, codebooks(), offset)))
-    return rows
+        yield _row(table, setting, width, measure(measured, codebooks(), offset))
 
 
-def _row(table: str, setting: str, subspaces: int | None, error: Error) -> dict[str, object]:
+def _row(table: str, setting: str, subspaces: int | None, error: Error) -> Row:
     output = {str(budget): round(value, 4) for budget, value in zip(BUDGETS, error.output, strict=True)}
     return {"table": table, "setting": setting, "subspaces": subspaces, "score_error": round(error.score, 4), "output_error": output}
 
 
-def capture(model: str, tokens: int, count: int, data: Path | None) -> dict[str, Text]:
-    """`count` layers spread over the model, for the first `tokens` tokens of every text."""
-    network = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
-    tokenizer, context = AutoTokenizer.from_pretrained(prepare(model)), network.config.max_position_embeddings
+def capture(network: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, count: int, data: Path | None) -> dict[str, Text]:
+    """`count` layers spread over the model, for the first `tokens` tokens of every text that has as many."""
     indices = torch.linspace(1, network.config.num_hidden_layers - 2, count).long().tolist()
+    context = network.config.max_position_embeddings
     rotary = {index: rotary for index in indices if (rotary := layer_rotary(network.config, index, context))}
     texts = {}
     for name, text in TEXTS.items():
@@ -151,20 +150,23 @@ def main(
     model: Annotated[str, typer.Argument(help="A name of benchmarks.models.")],
     tokens: Annotated[int, typer.Option(help="Of each text.")] = 4096,
     layers: Annotated[int, typer.Option(help="How many layers, spread over the model.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu (the model in float32) or cuda (in its own bfloat16, as a server caches it).")] = "cpu",
     data: Annotated[Path | None, typer.Option(help="Folder with the texts' wheels (default: download them).")] = None,
     result: Annotated[Path, typer.Option(help="JSON file to merge into.")] = RESULT,
 ) -> None:
     """Measure codebook variants on one model."""
     console = Console(stderr=True)
-    with Progress(console=console) as progress:
-        progress.console.print(f"{model}: {tokens} tokens of {', '.join(TEXTS)}")
-        texts = capture(model, tokens, layers, data)
-        rows = study(texts, progress)
+    console.print(f"{model}: {tokens} tokens of {', '.join(TEXTS)}")
+    network = load(model, device)
+    texts = capture(network, AutoTokenizer.from_pretrained(prepare(model)), tokens, layers, data)
     report = json.loads(result.read_text()) if result.exists() else {}
-    report[model] = {
-        "command": f"python -m benchmarks.quality.codebook {model} --tokens {tokens} --layers {layers}",
+    rows: list[Row] = []
+    report[f"{model}, {tokens:,} tokens"] = {
+        "command": f"python -m benchmarks.quality.codebook {model} --tokens {tokens} --layers {layers} --device {device}",
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("torch", "transformers")},
+        "device": torch.cuda.get_device_name(device) if network.device.type == "cuda" else device,
+        "dtype": str(network.dtype).removeprefix("torch."),
         "tokens": tokens,
         "layers": list(next(iter(texts.values())).layers),
         "texts": list(TEXTS),
@@ -172,7 +174,10 @@ def main(
         "sink_and_local": [SETTINGS.sink, SETTINGS.local],
         "rows": rows,
     }
-    result.write_text(json.dumps(report, indent=1) + "\n")
+    with Progress(console=console) as progress:
+        for row in study(texts, progress):
+            rows.append(row)
+            result.write_text(json.dumps(report, indent=1) + "\n")
     console.print(f"wrote {result}")
 
 

@@ -31,7 +31,7 @@ def quantise(keys: Tensor, mean: Tensor, key_transform: Tensor, query_transform:
 
 
 def identity(keys: Tensor) -> Tensor:
-    return torch.eye(keys.shape[-1]).repeat(keys.shape[1], 1, 1)
+    return torch.eye(keys.shape[-1], device=keys.device).repeat(keys.shape[1], 1, 1)
 
 
 def plain(sample: Sample, subspaces: int) -> Codebook:
@@ -60,7 +60,8 @@ def root_only(sample: Sample, subspaces: int) -> Codebook:
 
 def root_random(sample: Sample, subspaces: int) -> Codebook:
     root, inverse_root = second_moment_roots(sample.queries)
-    rotation = torch.linalg.qr(torch.randn(root.shape, generator=torch.Generator().manual_seed(0), dtype=root.dtype))[0]
+    noise = torch.randn(root.shape, generator=torch.Generator().manual_seed(0), dtype=root.dtype)
+    rotation = torch.linalg.qr(noise)[0].to(root.device)
     return quantise(sample.keys, sample.keys.mean(0), root @ rotation, inverse_root @ rotation, subspaces)
 
 

@@ -2,7 +2,7 @@
 
 One prefill of the measured text and one of another text, which trains the codebooks as `vllm-santa calibrate` does; then every estimator
 on query tokens spread over the second half of the text, against dense attention in float32. Writes
-benchmarks/results/error-MODEL-CONTEXT.json.
+benchmarks/results/error-MODEL-CONTEXT.json after every query token, so that a run that is cut short leaves what it measured, on all layers.
 """
 
 import json
@@ -12,16 +12,16 @@ from collections import defaultdict
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
-from benchmarks.models import prepare
+from benchmarks.models import load, prepare
 from benchmarks.quality.estimates import SETTINGS, Measured, Problem, measure
 from benchmarks.quality.texts import TEXTS
 from vllm_santa.capture import Captured, capture_qkv
@@ -41,6 +41,7 @@ def main(
     codebook_text: Annotated[str, typer.Option(help="Text that trains the codebooks.")] = "other-essays",
     training: Annotated[int | None, typer.Option(help="Tokens that train the codebooks (default: as many as are measured).")] = None,
     subspaces: Annotated[int, typer.Option(help="Bytes of a key's code.")] = 16,
+    device: Annotated[str, typer.Option(help="cpu (the model in float32) or cuda (in its own bfloat16, as a server caches it).")] = "cpu",
     layer_step: Annotated[int, typer.Option(help="Every how-manieth layer is measured.")] = 1,
     positions: Annotated[int, typer.Option(help="Query tokens measured per layer.")] = 6,
     repeats: Annotated[int, typer.Option(help="Seeds per random estimate.")] = 2,
@@ -50,7 +51,7 @@ def main(
 ) -> None:
     """Measure every estimator's output error on one model and text."""
     started, console = time.time(), Console(stderr=True)
-    network = AutoModelForCausalLM.from_pretrained(prepare(model), dtype=torch.float32)
+    network = load(model, device)
     tokenizer = AutoTokenizer.from_pretrained(prepare(model))
     layers = range(0, network.config.num_hidden_layers, layer_step)
     served = network.config.max_position_embeddings
@@ -68,17 +69,14 @@ def main(
         )
         for layer, record in track(other.items(), "codebooks", console=console)
     }
-    found: dict[tuple[str, float], list[Measured]] = defaultdict(list)
-    for layer, record in track(records.items(), "layers", console=console):
-        for problem in problems(record, codebooks[layer], layer, positions):
-            for result in measure(problem, repeats):
-                found[result.method, result.budget].append(result)
-    report = {
+    report: dict[str, Any] = {
         "command": f"python -m benchmarks.quality.error {model} --context {context} --text {text} --codebook-text {codebook_text} "
-        f"--training {training or context} --subspaces {subspaces} --layer-step {layer_step} --positions {positions} --repeats {repeats}"
-        + (f" --suffix={suffix}" if suffix else ""),
+        f"--training {training or context} --subspaces {subspaces} --device {device} --layer-step {layer_step} --positions {positions} "
+        f"--repeats {repeats}" + (f" --suffix={suffix}" if suffix else ""),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()},
+        "device": torch.cuda.get_device_name(device) if network.device.type == "cuda" else device,
+        "dtype": str(network.dtype).removeprefix("torch."),
         "model": model,
         "context": context,
         "text": text,
@@ -88,31 +86,35 @@ def main(
         "value_norms": True,
         "subspaces": subspaces,
         "layers": list(layers),
-        "positions": positions,
         "repeats": repeats,
         "settings": vars(SETTINGS),
-        "seconds": round(time.time() - started),
-        "rows": [summary(results) for results in found.values()],
     }
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"error-{model}-{context}{suffix}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    found: dict[tuple[str, float], list[Measured]] = defaultdict(list)
+    codes = {layer: encode(record.keys, codebooks[layer]) for layer, record in records.items()}
+    for done, position in enumerate(track(query_tokens(context, positions), "query tokens", console=console), 1):
+        for layer, record in records.items():
+            for result in measure(problem(record, codebooks[layer], codes[layer], layer, position), repeats):
+                found[result.method, result.budget].append(result)
+        rows = [summary(results) for results in found.values()]
+        measured = {"positions": done, "seconds": round(time.time() - started), "rows": rows}
+        path.write_text(json.dumps(report | measured, indent=1) + "\n")
     console.print(f"wrote {path}")
 
 
-def problems(record: Captured, codebook: Codebook, layer: int, count: int) -> list[Problem]:
-    """`count` query tokens, evenly spread over the second half of the text, the last one included."""
-    tokens = record.keys.shape[0]
-    key, value = (x.float().transpose(0, 1).contiguous() for x in (record.keys, record.values))
-    codes = encode(record.keys, codebook)
-    queries = record.grouped_queries().float()
+def query_tokens(tokens: int, count: int) -> list[int]:
+    """`count` positions, evenly spread over the second half of the text, the last one included, which comes first."""
+    return [tokens // 2 + (tokens - tokens // 2) * i // count - 1 for i in range(count, 0, -1)]
 
-    def problem(position: int) -> Problem:
-        query, seen = queries[position], slice(position + 1)
-        proxies = proxy_scores(lookup_tables(query, codebook, record.scale), codes[seen]) * _LN2
-        return Problem(query, key[:, seen], value[:, seen], record.scale, proxies, layer, position)
 
-    return [problem(tokens // 2 + (tokens - tokens // 2) * (i + 1) // count - 1) for i in range(count)]
+def problem(record: Captured, codebook: Codebook, codes: Tensor, layer: int, position: int) -> Problem:
+    """What a layer's attention has to do for the query token at `position`. codes: of all the record's keys, [n, H, M]."""
+    seen = slice(position + 1)
+    key, value = (x[seen].float().transpose(0, 1).contiguous() for x in (record.keys, record.values))
+    query = record.grouped_queries()[position].float()
+    proxies = proxy_scores(lookup_tables(query, codebook, record.scale), codes[seen]) * _LN2
+    return Problem(query, key, value, record.scale, proxies, layer, position)
 
 
 def summary(results: list[Measured]) -> dict[str, float | str]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_santa.methods import BernoulliSettings, Method
+from vllm_santa.reference.attend import attend_selected
 from vllm_santa.reference.bernoulli import bernoulli_query
 from vllm_santa.reference.philox import Stream, uniform44
 from vllm_santa.reference.pps import pps
@@ -47,8 +48,9 @@ class Problem:
 
     def random(self, repeats: int, stream: Stream, heads: int, draws: int) -> Tensor:
         """Numbers [repeats, heads, draws]; the seed is the repeat's number."""
-        seed = torch.arange(repeats).view(-1, 1, 1)
-        return uniform44(seed, torch.tensor(self.position), self.layer, stream, torch.arange(heads).unsqueeze(-1), torch.arange(draws))
+        with self.query.device:
+            seed = torch.arange(repeats).view(-1, 1, 1)
+            return uniform44(seed, torch.tensor(self.position), self.layer, stream, torch.arange(heads).unsqueeze(-1), torch.arange(draws))
 
 
 class Measured(NamedTuple):
@@ -78,7 +80,11 @@ def _errors(weights: Tensor, value: Tensor, dense: Tensor) -> Tensor:
     """Relative L2 error of weights [R, H, G, n] @ value, flat."""
     per_head = weights.float().transpose(0, 1).flatten(1, 2) @ value
     output = per_head.unflatten(1, weights.shape[:1] + weights.shape[2:3]).transpose(0, 1)
-    return ((output - dense).norm(dim=-1) / dense.norm(dim=-1)).flatten()
+    return _relative(output, dense)
+
+
+def _relative(output: Tensor, dense: Tensor) -> Tensor:
+    return ((output - dense).norm(dim=-1) / dense.norm(dim=-1)).flatten().cpu()
 
 
 def _value_samplers(problem: Problem, scores: Tensor, dense: Tensor, repeats: int) -> Iterator[Measured]:
@@ -86,7 +92,7 @@ def _value_samplers(problem: Problem, scores: Tensor, dense: Tensor, repeats: in
     for method in (Method.santa, Method.strat, Method.sys, Method.flash):
         for budget in DRAWS:
             numbers = problem.random(repeats, Stream.values, heads * group, draws_needed(method, budget, n)).unflatten(1, (heads, group))
-            weights = value_weights(method, scores.expand(repeats, -1, -1, -1), torch.full(numbers.shape[:-1], budget), numbers)
+            weights = value_weights(method, scores.expand(repeats, -1, -1, -1), numbers.new_full(numbers.shape[:-1], budget), numbers)
             rows = (weights.amax(-2) > 0).sum(-1).double().mean().item()
             yield Measured(method.name, budget, rows, _errors(weights, problem.value, dense))
 
@@ -95,7 +101,7 @@ def _selections(problem: Problem, scores: Tensor, dense: Tensor, repeats: int) -
     heads, group, n = scores.shape
     for fraction in FRACTIONS:
         k = max(1, round(fraction * n))
-        budget = torch.full((repeats, heads), k)
+        budget = torch.full((repeats, heads), k, device=scores.device)
         selection, weights = pps(scores.expand(repeats, -1, -1, -1), budget, problem.random(repeats, Stream.selection, heads, 1)[..., 0])
         yield Measured("pps", fraction, selection.taken.sum(-1).double().mean().item(), _errors(weights, problem.value, dense))
         for name, select in _SELECTIONS.items():
@@ -104,14 +110,17 @@ def _selections(problem: Problem, scores: Tensor, dense: Tensor, repeats: int) -
             selection = select(problem.proxies.expand(tries, -1, -1, -1), scores.expand(tries, -1, -1, -1), budget[:tries], numbers)
             yield _importance(name, fraction, selection, scores, problem, dense)
             if name == "ssa":
+                shrunk = attend_selected(problem.query, problem.key, problem.value, selection, problem.scale, shrink_tail=True)
+                yield Measured("ssa, James-Stein tail", fraction, shrunk.rows(), _relative(shrunk.output, dense))
                 tail = torch.where(selection.probability < 1, k / (k + TAIL_PRIOR), 1.0)
-                shrunk = Selection(selection.taken, selection.probability / tail)
-                yield _importance("ssa, shrunk tail", fraction, shrunk, scores, problem, dense)
+                lighter = Selection(selection.taken, selection.probability / tail)
+                yield _importance("ssa, shrunk tail", fraction, lighter, scores, problem, dense)
         # The paper's own form: every query head selects for itself, k/G rows each, so that no more rows are read per KV head.
         numbers = problem.random(repeats, Stream.selection, heads * group, k).unflatten(1, (heads, group))
         alone = problem.proxies.unsqueeze(-2).expand(repeats, -1, -1, -1, -1)
         for method in (Method.ssa, Method.ssa_fixed, Method.topk):
-            selection = select_by_proxy(method, alone, SETTINGS, torch.full((repeats, heads, group), max(1, k // group)), numbers)
+            share = numbers.new_full((repeats, heads, group), max(1, k // group))
+            selection = select_by_proxy(method, alone, SETTINGS, share, numbers)
             yield _importance(f"{method.name}, per query head", fraction, selection, scores, problem, dense)
 
 
@@ -156,6 +165,6 @@ def _bernoulli(problem: Problem, dense: Tensor, repeats: int) -> Iterator[Measur
             scores = exact_scores(estimate.query, problem.key, problem.scale)
             name = "Bernoulli, mean group query" if mean_group else "Bernoulli, per head"
             yield Measured(name, samples, problem.context, _errors(torch.softmax(scores, -1), problem.value, dense), share)
-            weights = value_weights(Method.sys, scores, torch.full(scores.shape[:-1], 128), offset)
+            weights = value_weights(Method.sys, scores, offset.new_full(scores.shape[:-1], 128), offset)
             rows = (weights.amax(-2) > 0).sum(-1).double().mean().item()
             yield Measured(f"{name} + sys 128", samples, rows, _errors(weights, problem.value, dense), share)

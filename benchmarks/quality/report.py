@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 VALUE_METHODS = ("santa", "strat", "sys", "flash", "pps")
 SELECTIONS = ("ssa", "ssa_fixed", "topk", "uniform_tail", "oracle_topk")
 OTHERS = (
+    "ssa, James-Stein tail",
     "ssa, shrunk tail",
     "ssa, with replacement",
     "ssa, exact proxy",
@@ -143,11 +144,11 @@ def bernoulli_table(study: Study) -> str:
     return "\n".join(lines)
 
 
-def codebook_table(model: str, study: dict[str, Any]) -> str:
+def codebook_table(title: str, study: dict[str, Any]) -> str:
     """Score and output errors of every transform and training text of benchmarks.quality.codebook."""
     budgets = list(study["rows"][0]["output_error"])
     heads = " | ".join(f"{float(budget):.0%}" for budget in budgets)
-    lines = [f"| {model}, {study['tokens']:,} tokens | bytes a key | score error, nats | {heads} |", "|---" * (len(budgets) + 3) + "|"]
+    lines = [f"| {title} | bytes a key | score error, nats | {heads} |", "|---" * (len(budgets) + 3) + "|"]
     for row in study["rows"]:
         if row["table"].startswith("positions"):
             continue
@@ -157,11 +158,11 @@ def codebook_table(model: str, study: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def drift_table(model: str, study: dict[str, Any], budget: str = "0.02") -> str:
+def drift_table(title: str, study: dict[str, Any], budget: str = "0.02") -> str:
     """Output error at a budget (and score error) where a text stands at other positions than its codebook's training text."""
     rows = [row for row in study["rows"] if row["table"].startswith("positions")]
     places = list(dict.fromkeys(row["table"] for row in rows))
-    lines = [f"| {model}, codebook from | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
+    lines = [f"| {title}, codebook from | " + " | ".join(places) + " |", "|---" * (len(places) + 1) + "|"]
     for setting in dict.fromkeys(row["setting"] for row in rows):
         cells = (f"{row['output_error'][budget]:.3f} ({row['score_error']:.2f})" for row in rows if row["setting"] == setting)
         lines.append(f"| {setting} | " + " | ".join(cells) + " |")
@@ -179,8 +180,8 @@ def main(
     draw_value_methods(plain, images / "error-values.png")
     draw_selections(plain, images / "error-selections.png")
     print(comparison_table(plain), *map(selection_table, studies), *map(draws_table, plain), *map(bernoulli_table, plain), sep="\n\n")
-    for model, study in json.loads((results / "codebook-error.json").read_text()).items():
-        print("", codebook_table(model, study), drift_table(model, study), sep="\n\n")
+    for title, study in json.loads((results / "codebook-error.json").read_text()).items():
+        print("", codebook_table(title, study), drift_table(title, study), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -85,8 +85,8 @@ def test_codebook_tables() -> None:
     places = ("positions from 0", "positions from 512")
     rows = [row("transform", "exact", None, 0.0), row("transform", "plain", 8, 0.5), row("training text", "french", 16, 0.75)]
     rows += [row(place, setting, 16, score) for setting, score in (("as it is", 0.25), ("spread", 0.125)) for place in places]
-    study = {"tokens": 4096, "rows": rows}
-    assert codebook_table("tiny", study).splitlines() == [
+    study = {"rows": rows}
+    assert codebook_table("tiny, 4,096 tokens", study).splitlines() == [
         "| tiny, 4,096 tokens | bytes a key | score error, nats | 1% | 2% |", "|---|---|---|---|---|",
         "| exact | – | 0.00 | 0.000 | 0.000 |", "| plain | 8 | 0.50 | 1.000 | 0.500 |", "| trained on french | 16 | 0.75 | 1.500 | 0.750 |",
     ]  # fmt: skip
