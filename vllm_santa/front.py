@@ -72,6 +72,8 @@ def observe_config(vllm_config: "VllmConfig") -> None:
     _policy = policy_of(vllm_config)
     if _policy.codebooks is not None:
         refuse_codebooks_among_weights(_policy.codebooks, vllm_config.model_config.model)
+    if _policy.sets_targets and blind_workers(vllm_config):
+        raise ValueError(f"max_error: the policy's rules have error targets, which cannot be followed with {blind_workers(vllm_config)}")
     _captures_decodes = captures_decodes(vllm_config, _policy)
     _blind_workers = blind_workers(vllm_config)
     logger.info("SANTA policy: %s", policy_path(vllm_config) or "the built-in default")

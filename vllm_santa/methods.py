@@ -37,6 +37,11 @@ class Method(IntEnum):
         """True if the budget counts draws of V rows per query head; else it counts distinct rows per KV head."""
         return Method.santa <= self <= Method.flash
 
+    @property
+    def estimates_error(self) -> bool:
+        """True if the rows that the method reads tell how far off its output is: those it took by chance. `topk` takes none by chance."""
+        return self not in (Method.dense, Method.topk)
+
 
 METHOD_NAMES = tuple(method.name for method in Method)
 

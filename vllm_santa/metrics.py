@@ -8,6 +8,7 @@ import atexit
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +41,10 @@ _PER_METHOD = {
         "features that was read."
     ),
     "santa_value_rows_read": "Rows of V that decoding rows read, mean over layers and KV heads.",
+    "santa_estimated_rows": "Decoding rows with an error target whose error was estimated.",
+    "santa_estimated_error": "Sum of their estimated relative errors of the attention output, mean over layers.",
+    "santa_estimated_budget": "Sum of the budgets that their error targets led to.",
+    "santa_missed_targets": "Those of them whose estimated error was over the target.",
 }
 _SINGLE = {
     "santa_ignored_parameters": "Request parameters that reached a worker and could not be read.",
@@ -107,6 +112,14 @@ class Counters:
         """Add rows read; a layer adds its share of the mean over layers."""
         self.values[_INDEX["santa_key_rows_read", method.name, ""]] += key_rows
         self.values[_INDEX["santa_value_rows_read", method.name, ""]] += value_rows
+
+    def count_error(self, method: Method, budget: int, error: float, max_error: float) -> None:
+        """Count a row with an error target. An error that is not finite says nothing."""
+        if isfinite(error):
+            self.values[_INDEX["santa_estimated_rows", method.name, ""]] += 1
+            self.values[_INDEX["santa_estimated_error", method.name, ""]] += error
+            self.values[_INDEX["santa_estimated_budget", method.name, ""]] += budget
+            self.values[_INDEX["santa_missed_targets", method.name, ""]] += error > max_error
 
     def count_reference_rows(self, count: int) -> None:
         self.values[_INDEX["santa_reference_rows", "", ""]] += count

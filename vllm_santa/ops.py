@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_santa.codebook import Codebook
 from vllm_santa.reference import pq
-from vllm_santa.reference.decode import LayerContext, decode_row
+from vllm_santa.reference.decode import LayerContext, RowResult, decode_row
 from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.rows import SparseToken
 
@@ -38,17 +38,16 @@ def decode(
     layer: LayerContext,
     settings: SelectionSettings,
     output: Tensor,
-) -> Iterator[tuple[SparseToken, float, float]]:
+) -> Iterator[tuple[SparseToken, RowResult]]:
     """Sparse attention of the given tokens, written to their rows of the output.
 
     query, output: [T, Hq, D]. kv: [B, H, N, 2D]. codes: uint8 [B, H, N, M]. block_table: int32 [rows, blocks].
-    Yields each token with the rows of K and of V it read, means over the KV heads; with Bernoulli queries, a row of K counts as the share
-    of its features that was read.
+    Yields each token with its result, which holds the error of those that have a control.
     """
     for token in tokens:
         result = decode_row(
             query[token.token], kv, codes, block_table[token.row], token.context, token.method, token.budget, token.seed, layer, settings,
-            token.bernoulli,
+            token.bernoulli, estimate_error=token.control is not None,
         )  # fmt: skip
         output[token.token] = result.output
-        yield token, result.key_rows * result.key_features, result.value_rows
+        yield token, result

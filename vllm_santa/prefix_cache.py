@@ -24,7 +24,7 @@ SALT = "/santa-sparse"
 
 def may_decode_sparsely(policy: Policy, params: RequestParams) -> bool:
     """False only if every row of the request is dense for certain."""
-    if params.method is not None or params.budget is not None:
+    if params.method is not None or params.budget is not None or params.max_error is not None:
         return params.method is not Method.dense
     return any(rule.method is not Method.dense for rule in policy.rules)
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 from vllm_santa.engine_id import engine_id
+from vllm_santa.error_control import ErrorControl, ErrorControls
 from vllm_santa.front import front_blind_workers, front_captures_decodes, front_policy, runs_santa
-from vllm_santa.policy import Budget, Policy, RequestLimits, policy_of
+from vllm_santa.policy import Budget, Policy, policy_of
 from vllm_santa.policy.parameters import PARAMETERS, UNKNOWN, ParameterError, RequestParams, has_santa, parse, parse_lenient, unsigned
 from vllm_santa.request_counters import CLAMPED, REFUSED
 
@@ -40,12 +41,14 @@ class RowRequest:
     """What one row of the batch asked for.
 
     `seed` keys the row's random numbers, an unsigned 64-bit value: `santa_seed`, else the request's `seed`, else the policy's
-    `base_seed`, else drawn once. `prompt_len` is in tokens; None where the prompt came as embeddings.
+    `base_seed`, else drawn once. `prompt_len` is in tokens; None where the prompt came as embeddings. `control`: of its budgets, where it
+    may have an error target.
     """
 
     params: RequestParams
     seed: int
     prompt_len: int | None
+    control: ErrorControl | None = None
 
 
 def processor_for(vllm_config: "VllmConfig") -> "SantaParams | None":
@@ -66,9 +69,10 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         self._policy = policy_of(vllm_config) if runs_santa(vllm_config) else None
         self._rows: dict[int, RowRequest] = {}
         if len(runner_args) == 1:  # [slots] int32 on the host, kept current by the runner
-            self._prompt_lens = runner_args[0].prompt_len.np
+            self._prompt_lens, self._prefill_lens = runner_args[0].prompt_len.np, runner_args[0].prefill_len.np
         # Every rank of an engine adds requests in the same order, so with the engine's id they draw the same seeds.
         self._seeds = random.Random(engine_id(vllm_config))
+        self._controls = ErrorControls()
         _processors[engine_id(vllm_config)] = self
 
     @classmethod
@@ -86,7 +90,7 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         if policy is None:
             raise ValueError(f"{_given(extra_args)}: {_NOT_SANTA}; allowed: no santa_* parameters")
         try:
-            params = _admit(extra_args, policy.requests)
+            params = _admit(extra_args, policy)
         except ParameterError as error:
             REFUSED.labels(error.parameter).inc()
             raise
@@ -112,8 +116,8 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
             return
         from vllm.v1.sample.logits_processor import process_dict_updates
 
-        def new_row(sampling: "SamplingParams", prompt: list[int] | None, _output: list[int]) -> RowRequest:
-            return self._row(policy, sampling, None if prompt is None else len(prompt))
+        def new_row(sampling: "SamplingParams", prompt: list[int] | None, output: list[int]) -> RowRequest:
+            return self._row(policy, sampling, None if prompt is None else len(prompt), len(output))
 
         process_dict_updates(self._rows, batch_update, new_row)
 
@@ -122,7 +126,8 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
     def add_request(self, req_idx: int, sampling_params: "SamplingParams") -> bool:
         """Take the place of whatever the slot held before. False: no logit will be touched."""
         if self._policy is not None:
-            self._rows[req_idx] = self._row(self._policy, sampling_params, int(self._prompt_lens[req_idx]))
+            prompt_len = int(self._prompt_lens[req_idx])
+            self._rows[req_idx] = self._row(self._policy, sampling_params, prompt_len, int(self._prefill_lens[req_idx]) - prompt_len)
         return False
 
     # both
@@ -131,19 +136,25 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         """The logits as they are."""
         return logits
 
-    def _row(self, policy: Policy, sampling: "SamplingParams", prompt_len: int | None) -> RowRequest:
+    def _row(self, policy: Policy, sampling: "SamplingParams", prompt_len: int | None, answered: int) -> RowRequest:
+        """answered: tokens of its answer that the request brings along, as it does after preemption."""
         params, ignored = parse_lenient(sampling.extra_args, policy.requests)
         self.ignored += ignored
         candidates = (params.seed, sampling.seed, policy.base_seed)
         seed = next((seed for seed in candidates if seed is not None), None)
-        return RowRequest(params, self._seeds.getrandbits(64) if seed is None else unsigned(seed), prompt_len)
+        control = None
+        if params.max_error is not None or policy.sets_targets:
+            lasting = seed is not None and prompt_len is not None  # else it comes back as another request
+            computed = prompt_len + answered - 1 if prompt_len is not None and answered else 0
+            control = self._controls.enter((params, seed, prompt_len) if lasting else None, computed)
+        return RowRequest(params, self._seeds.getrandbits(64) if seed is None else unsigned(seed), prompt_len, control)
 
 
 def _given(extra_args: Mapping[str, Any]) -> str:
     return ", ".join(key for key in extra_args if has_santa({key: 0}))
 
 
-def _admit(extra_args: Mapping[str, Any], limits: RequestLimits) -> RequestParams:
+def _admit(extra_args: Mapping[str, Any], policy: Policy) -> RequestParams:
     """The parameters of a request, if this process's engine can follow them.
 
     Raises:
@@ -153,7 +164,8 @@ def _admit(extra_args: Mapping[str, Any], limits: RequestLimits) -> RequestParam
         given = _given(extra_args)
         text = f"{given}: cannot be followed with {front_blind_workers()}; allowed: no santa_* parameters, the policy decides"
         raise ParameterError(next((key for key in PARAMETERS if key in extra_args), UNKNOWN), text)
-    params = parse(extra_args, limits)
+    params = parse(extra_args, policy.requests)
+    policy.check_target(params, kernels_only=front_captures_decodes())
     if params.bernoulli is not None and front_captures_decodes():
         text = (
             f"santa_bernoulli: {extra_args['santa_bernoulli']!r} is refused; allowed: nothing, this server decodes from CUDA graphs, "

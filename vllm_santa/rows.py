@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from vllm_santa.error_control import ErrorControl
 from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.policy import Decision, RowContext
 
@@ -17,7 +18,8 @@ class SparseToken(NamedTuple):
     """One query token that reads its cache sparsely.
 
     token: its index in the step's flat batch. row: its request's index in the batch. context: tokens it attends to, itself included.
-    budget: as the method counts. seed: unsigned 64 bits. bernoulli: not None where only the reference can decode the token.
+    budget: as the method counts. seed: unsigned 64 bits. bernoulli: not None where keys are scored by Bernoulli queries. control: learns
+    the error of the token's output, which is to stay under max_error; None where it is not estimated.
     """
 
     token: int
@@ -27,11 +29,14 @@ class SparseToken(NamedTuple):
     budget: int
     seed: int
     bernoulli: BernoulliSettings | None = None
+    control: ErrorControl | None = None
+    max_error: float = 0.0
 
     @property
     def by_kernel(self) -> bool:
-        """Whether CUDA kernels can decode it; what they cannot, the reference decodes."""
-        return self.bernoulli is None
+        """Whether CUDA kernels can decode it; what they cannot, the reference decodes: scores of Bernoulli queries, and the error of
+        samplers of values."""
+        return self.bernoulli is None and not (self.control is not None and self.method.samples_values)
 
 
 class DecodingToken(NamedTuple):
@@ -75,6 +80,8 @@ def plan_step(common: "CommonAttentionMetadata", runtime: "Runtime") -> StepPlan
                 plan.decoding.append(DecodingToken(start + i, seen, decision))
                 if decision.method is not _DENSE:
                     sparse = SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed, decision.bernoulli)
+                    if decision.target is not None and tokens == 1:  # what is computed again has been learnt from before
+                        sparse = sparse._replace(control=request.control, max_error=decision.target.max_error)
                     plan.sparse.append(sparse)
     return plan
 
@@ -111,8 +118,11 @@ class _Decider:
             return NO_CODEBOOK
         if context > self._longest:
             return NO_WORKSPACE
-        if decision.bernoulli is not None and self._captures:
+        if self._captures and (decision.bernoulli is not None or (decision.target is not None and decision.method.samples_values)):
             return NO_KERNEL
+        if decision.target is not None and request.control is not None:
+            rows = request.control.budget(context, decision.budget, decision.target)
+            return self._decide.with_budget(decision, rows, context)
         return decision
 
 

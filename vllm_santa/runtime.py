@@ -11,6 +11,7 @@ from vllm.platforms import current_platform
 
 from vllm_santa.codebook_store import CodebookStore
 from vllm_santa.engine_id import engine_id
+from vllm_santa.error_meter import ErrorMeter
 from vllm_santa.graph_variants import DENSE, GraphVariants
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.limits import limits_of
@@ -68,6 +69,14 @@ class Runtime:
         """Made on first use, in the process that serves."""
         return Counters.create(self.vllm_config)
 
+    @cached_property
+    def meter(self) -> ErrorMeter:
+        """Of the errors of rows that have a target. Made once the layers are known."""
+        from vllm.distributed import get_tp_group
+
+        rows = limits_of(self.vllm_config, self.policy).rows
+        return ErrorMeter(self.sparse_layers, rows, 1, torch.device("cpu"), get_tp_group().all_reduce)
+
     def add_layer(self, layer: int, windowed: bool) -> bool:
         """Note an attention layer of this worker. Returns whether it may read sparsely: then it needs a codebook before methods with
         codes can run. Layers with a sliding window are short already, and stay dense."""
@@ -104,8 +113,10 @@ class Runtime:
         return min((kernels.limits.row_context(rows) for kernels in self._kernels.values()), default=inf)
 
     def begin_step(self, plan: "StepPlan") -> None:
-        """Count a step's rows, and let codebooks train; once a step, whatever the number of layers."""
+        """Count a step's rows, learn their errors, and let codebooks train; once a step, whatever the number of layers."""
         self.codebooks.begin_step()
+        if self.sparse_layers and self.policy.allows_targets:
+            self._learn_errors([token for token in plan.sparse if token.control is not None])
         self.counters.count_decoding(plan.decoding)
         by_kernel = [token for token in plan.sparse if self._kernels and token.by_kernel]
         self.counters.count_reference_rows(len(plan.sparse) - len(by_kernel))
@@ -114,6 +125,13 @@ class Runtime:
         processor = processor_for(self.vllm_config)
         if processor is not None:
             self.counters.set_ignored(processor.ignored)
+
+    def _learn_errors(self, tokens: "list[SparseToken]") -> None:
+        """Begin to measure `tokens`, and pass on what is known of earlier ones."""
+        for token, error in self.meter.begin_step(tokens):
+            if token.control is not None:
+                token.control.observe(token.context, error, token.max_error)
+                self.counters.count_error(token.method, token.budget, error, token.max_error)
 
     def _count_kernel_reads(self, tokens: "list[SparseToken]") -> None:
         """Count what the kernels read by what was asked of them; counting on the device would cost time."""

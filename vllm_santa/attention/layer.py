@@ -105,12 +105,17 @@ class SparseLayer:
         return codebook
 
     def decode(self, query: Tensor, kv: Tensor, codes: Tensor, block_table: Tensor, tokens: Iterable[SparseToken], output: Tensor) -> None:
-        """Write the rows of the output of sparse tokens by the reference, and count what they read. query, output: [T, Hq, D]."""
+        """Write the rows of the output of sparse tokens by the reference; note what they read, and how wrong they are.
+
+        query, output: [T, Hq, D].
+        """
         if not self.sparse:
             for token in tokens:
                 rows = min(token.context, self.window or token.context)
                 self.runtime.count_layer_read(token.method, rows, rows)
             return
-        reads = ops.decode(query, kv, codes, block_table, tokens, self.context, self.runtime.settings, output)
-        for token, key_rows, value_rows in reads:
-            self.runtime.count_layer_read(token.method, key_rows, value_rows)
+        results = ops.decode(query, kv, codes, block_table, tokens, self.context, self.runtime.settings, output)
+        for token, result in results:
+            self.runtime.count_layer_read(token.method, result.key_rows * result.key_features, result.value_rows)
+            if result.error is not None:
+                self.runtime.meter.write(self.context.layer, token.row, result.error)

@@ -3,7 +3,7 @@
 Runs for every decode row of every step, so it works on plain tuples that are prepared once from the policy.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,14 +23,24 @@ class RowContext(NamedTuple):
     model: str = ""
 
 
+class ErrorTarget(NamedTuple):
+    """`max_error`: what the relative error of the attention output is to stay under. `least`, `most`: rows that its budget may be."""
+
+    max_error: float
+    least: int
+    most: int
+
+
 class Decision(NamedTuple):
     """Method and budget in rows (0 for dense). `reason` is a short, stable word, fit for a metric label (see REASONS).
-    `bernoulli`: not None where keys are scored by Bernoulli queries, which only the reference computes."""
+    `bernoulli`: not None where keys are scored by Bernoulli queries, which only the reference computes. `target`: not None where the
+    budget is only the one to start from."""
 
     method: Method
     budget: int
     reason: str
     bernoulli: BernoulliSettings | None = None
+    target: ErrorTarget | None = None
 
 
 REASONS = {
@@ -63,6 +73,7 @@ class CompiledRule(NamedTuple):
     method: Method
     budget: Budget
     bernoulli: BernoulliSettings | None
+    max_error: float | None
 
     def mismatch(self, row: RowContext) -> str | None:
         """The name of the first condition that the row does not meet, or None where it meets them all."""
@@ -82,13 +93,22 @@ def _model_matches(pattern: str, model: str) -> bool:
 class Decider:
     """The policy's rules and defaults, ready for use."""
 
-    __slots__ = ("rules", "default_method", "default_budget", "_beside")
+    __slots__ = ("rules", "default_method", "default_budget", "_limits_of", "_beside")
 
-    def __init__(self, rules: Iterable[CompiledRule], default_method: Method, default_budget: Budget, windows: int) -> None:
-        """`windows`: tokens of sink and local windows together, which methods that score codes read beside the budget."""
+    def __init__(
+        self,
+        rules: Iterable[CompiledRule],
+        default_method: Method,
+        default_budget: Budget,
+        limits_of: Callable[[Budget, int], tuple[int, int]],
+        windows: int,
+    ) -> None:
+        """`limits_of`: a budget and a context -> the fewest and the most rows that an error target may make of it. `windows`: tokens of
+        sink and local windows together, which methods that score codes read beside the budget."""
         self.rules = tuple(rules)
         self.default_method = default_method
         self.default_budget = default_budget
+        self._limits_of = limits_of
         # By method: rows read beside the budget; None where a budget counts draws, which never cover a row.
         self._beside = tuple(None if method.samples_values else windows if method.needs_codes else 0 for method in Method)
 
@@ -104,16 +124,32 @@ class Decider:
         if asked.method is _DENSE:
             return _REQUEST_DENSE
         rule = self.match(row)
-        reason = "rule" if asked.method is None and asked.budget is None else "request"
-        method, budget, bernoulli = self.default_method, self.default_budget, None
+        reason = "rule" if asked.method is None and asked.budget is None and asked.max_error is None else "request"
+        method, budget, bernoulli, max_error = self.default_method, self.default_budget, None, asked.max_error
         if rule is not None and rule.method is not _DENSE:
             method, budget, bernoulli = rule.method, rule.budget, rule.bernoulli
+            if reason == "rule":  # who names a method or a budget gets that
+                max_error = rule.max_error
         elif reason == "rule":
             return _NO_RULE if rule is None else _RULE_DENSE
         if asked.method is not None:  # Bernoulli queries belong to the method: who names the one says the other
             method, bernoulli = asked.method, asked.bernoulli
-        rows = (asked.budget or budget).rows(row.context)
-        beside = self._beside[method]
-        if bernoulli is None and beside is not None and rows + beside >= row.context:
+        budget = asked.budget or budget
+        rows = budget.rows(row.context)
+        if bernoulli is None and self._covers(method, rows, row.context):
             return _COVERED
-        return Decision(method, rows, reason, bernoulli)
+        target = None
+        if max_error is not None and bernoulli is None and method.estimates_error:
+            least, most = self._limits_of(budget, row.context)
+            target = ErrorTarget(max_error, min(least, rows), max(most, rows))
+        return Decision(method, rows, reason, bernoulli, target)
+
+    def with_budget(self, decision: Decision, rows: int, context: int) -> Decision:
+        """The decision with the budget that its error target has led to."""
+        if self._covers(decision.method, rows, context):
+            return _COVERED
+        return decision._replace(budget=rows)
+
+    def _covers(self, method: Method, rows: int, context: int) -> bool:
+        beside = self._beside[method]
+        return beside is not None and rows + beside >= context

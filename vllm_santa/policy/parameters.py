@@ -1,5 +1,6 @@
 """The `santa_*` parameters of a request, read from `SamplingParams.extra_args` (the OpenAI API's `vllm_xargs`)."""
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,19 +18,22 @@ UNKNOWN = "unknown"
 """Stands for every parameter that there is not, where refusals are counted."""
 BERNOULLI_QUERIES = ("group", "head")
 BERNOULLI_METHODS = tuple(method.name for method in Method if method.scores_exactly)
+ERROR_METHODS = tuple(method.name for method in Method if method.estimates_error)
 _SAMPLES = re.compile("[0-9]{1,18}")
+_NUMBER = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18}) ?(%?)")
 SEED_MIN, SEED_MAX = -(2**63), 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class RequestParams:
     """What a request asks for; None where it leaves the choice to the policy. `seed` is an unsigned 64-bit value. `bernoulli` comes with a
-    `method` that it suits."""
+    `method` that it suits. `max_error` is in (0, 1], without `bernoulli`; a `method` beside it estimates its error."""
 
     method: Method | None = None
     budget: Budget | None = None
     seed: int | None = None
     bernoulli: BernoulliSettings | None = None
+    max_error: float | None = None
 
 
 class ParameterError(ValueError):
@@ -64,11 +68,14 @@ def parse_lenient(extra_args: Mapping[str, Any] | None, limits: "RequestLimits")
             values |= _read({key: value}, limits)
         except ValueError:
             ignored += 1
-    try:
-        return _params(values), ignored
-    except ValueError:  # the rest can still be served
-        rest = {name: value for name, value in values.items() if not name.startswith("bernoulli")}
-        return _params(rest), ignored + len(values) - len(rest)
+    for dropped in ("", "bernoulli", "max_error"):  # what does not go together; the rest can still be served
+        rest = {name: value for name, value in values.items() if not dropped or not name.startswith(dropped)}
+        ignored, values = ignored + len(values) - len(rest), rest
+        try:
+            return _params(values), ignored
+        except ValueError:
+            continue
+    raise AssertionError(f"parameters that are right one by one do not go together: {values}")
 
 
 def has_santa(extra_args: Mapping[str, Any] | None) -> bool:
@@ -92,7 +99,18 @@ def _params(values: dict[str, Any]) -> RequestParams:
         text = f"santa_bernoulli: {samples} is given with {given}; allowed: with santa_method {', '.join(BERNOULLI_METHODS)}"
         raise ParameterError("santa_bernoulli", text)
     bernoulli = None if samples is None else BernoulliSettings(samples, query != "head")
-    return RequestParams(method, values.get("budget"), values.get("seed"), bernoulli)
+    max_error = values.get("max_error")
+    if max_error is not None and method is not None and not method.estimates_error:
+        why = "reads everything" if method is Method.dense else "takes no row by chance, so its rows do not tell its error"
+        text = (
+            f"santa_max_error: {max_error:g} is given with santa_method {method.name}, which {why}; "
+            f"allowed: with santa_method {', '.join(ERROR_METHODS)}, or without one"
+        )
+        raise ParameterError("santa_max_error", text)
+    if max_error is not None and bernoulli is not None:
+        text = f"santa_max_error: {max_error:g} is given with santa_bernoulli, whose error the rows read do not tell; allowed: one of them"
+        raise ParameterError("santa_max_error", text)
+    return RequestParams(method, values.get("budget"), values.get("seed"), bernoulli, max_error)
 
 
 def _is_ours(key: object) -> bool:
@@ -163,6 +181,20 @@ def _read_bernoulli_query(value: object, limits: "RequestLimits") -> str:
     return value
 
 
+def _read_max_error(value: object, limits: "RequestLimits") -> float:
+    _check_may_choose("santa_max_error", value, limits)
+    if not limits.max_error:
+        raise ValueError(
+            f"santa_max_error: {shown(value)} is refused; allowed: nothing, this server's policy has no error targets for requests"
+        )
+    number = value
+    if isinstance(value, str) and (text := _NUMBER.fullmatch(value.strip())):
+        number = float(text[1]) / (100 if text[2] else 1)
+    if not isinstance(number, (int, float)) or isinstance(number, bool) or not math.isfinite(number) or not 0 < number <= 1:
+        raise ValueError(f"santa_max_error: {shown(value)} is not an error; allowed: a number above 0 and up to 1, as 0.05 or '5%'")
+    return float(number)
+
+
 def _check_may_choose(key: str, value: object, limits: "RequestLimits") -> None:
     if not limits.allow:
         raise ValueError(f"{key}: {shown(value)} is refused; allowed: nothing, this server's policy lets requests choose only santa_seed")
@@ -179,5 +211,6 @@ _READERS: dict[str, Callable[[Any, "RequestLimits"], Any]] = {
     "santa_seed": _read_seed,
     "santa_bernoulli": _read_bernoulli,
     "santa_bernoulli_query": _read_bernoulli_query,
+    "santa_max_error": _read_max_error,
 }
 PARAMETERS = tuple(_READERS)

@@ -10,9 +10,10 @@ from vllm_santa.methods import MAX_BERNOULLI_SAMPLES, METHOD_NAMES, BernoulliSet
 from vllm_santa.policy import budget as budgets
 from vllm_santa.policy.budget import Budget, shown
 from vllm_santa.policy.decision import CompiledRule, Condition, Decider, Decision, RowContext
-from vllm_santa.policy.parameters import BERNOULLI_METHODS, RequestParams
+from vllm_santa.policy.parameters import BERNOULLI_METHODS, ERROR_METHODS, ParameterError, RequestParams
 
 _LAYERS = re.compile(r"(-?[0-9]{1,5})-(-?[0-9]{1,5})")
+_ERROR_TEXT = "null, or a number above 0 and up to 1"
 _METHOD_TEXT = "one of " + ", ".join(METHOD_NAMES)
 
 
@@ -128,6 +129,11 @@ class RequestLimits(_Part):
         "true or false",
         "Whether requests may choose Bernoulli queries. No kernel computes them: a GPU server decodes such rows by the reference, slowly.",
     )
+    max_error: bool = setting(
+        True,
+        "true or false",
+        "Whether requests may give error targets. On a GPU they cost one more module to compile and one more set of decode graphs.",
+    )
     over_limit: Literal["refuse", "clamp"] = setting(
         "refuse", "refuse or clamp", "Whether a budget outside the limits is refused with HTTP 400, or moved to the nearest limit."
     )
@@ -152,6 +158,12 @@ class RequestLimits(_Part):
         if budget.is_fraction:
             return Budget(0, min(max(budget.parts, self.fraction.min.parts), self.fraction.max.parts))
         return Budget(min(max(budget.count, self.budget.min), self.budget.max))
+
+    def rows(self, budget: Budget, context: int) -> tuple[int, int]:
+        """The fewest and the most rows at that context of a budget of this kind: of a number of rows, or of a fraction."""
+        if budget.is_fraction:
+            return self.fraction.min.rows(context), self.fraction.max.rows(context)
+        return self.budget.min, self.budget.max
 
     def budget_text(self) -> str:
         """The limits in words, for error messages."""
@@ -195,6 +207,15 @@ class Rule(_Part):
     bernoulli: Bernoulli | None = setting(
         None, "samples and query", "Bernoulli queries of the method; a request that names a method says for itself whether it wants them."
     )
+    max_error: float | None = setting(
+        None,
+        _ERROR_TEXT,
+        "Error target: the budget is raised or lowered, within the limits for requests, to hold the estimated relative error of the "
+        "attention output under it. Left out, it is `default_max_error`. A request that names a method or a budget has a target only if "
+        "it names that too.",
+        gt=0,
+        le=1,
+    )
 
     @model_validator(mode="after")
     def _bernoulli_suits_the_method(self) -> "Rule":
@@ -203,17 +224,28 @@ class Rule(_Part):
         return self
 
     @model_validator(mode="after")
+    def _error_can_be_estimated(self) -> "Rule":
+        if self.max_error is not None and not self.method.estimates_error:
+            raise ValueError(f"{self.method.name} has no max_error; allowed: with {', '.join(ERROR_METHODS)}")
+        if self.max_error is not None and self.bernoulli is not None:
+            raise ValueError("max_error beside bernoulli, whose own error the sampled rows do not tell; allowed: one of them")
+        return self
+
+    @model_validator(mode="after")
     def _dense_has_no_budget(self) -> "Rule":
         if self.method is Method.dense and self.budget is not None:
             raise ValueError("a dense rule has no budget")
         return self
 
-    def compiled(self, default_budget: Budget) -> CompiledRule:
+    def compiled(self, default_budget: Budget, default_max_error: float | None) -> CompiledRule:
         """The rule as the decision uses it."""
         named = ((RowContext._fields.index(name), getattr(self, name)) for name in ("context", "generated", "batch"))
         conditions = tuple(Condition(field, int(span.low), span.high) for field, span in named if span != Range())
         bernoulli = None if self.bernoulli is None else self.bernoulli.settings()
-        return CompiledRule(conditions, self.model, self.method, self.budget or default_budget, bernoulli)
+        max_error = default_max_error if self.max_error is None else self.max_error
+        if bernoulli is not None or not self.method.estimates_error:
+            max_error = None
+        return CompiledRule(conditions, self.model, self.method, self.budget or default_budget, bernoulli, max_error)
 
 
 class Policy(_Part):
@@ -231,6 +263,9 @@ class Policy(_Part):
         Budget(512),
         budgets.ALLOWED,
         "Budget of rules without one, and of requests that give only a method on a row that the rules leave dense.",
+    )
+    default_max_error: float | None = setting(
+        None, _ERROR_TEXT, "Error target of rules without one whose method estimates its error.", gt=0, le=1
     )
     dense_layers: Annotated[tuple[Layer, ...], BeforeValidator(_tuple)] = setting(
         (), "a list of layer numbers and ranges, as [0, '2-4', -1]", "Layers that stay dense; negative numbers count from the last layer."
@@ -285,8 +320,9 @@ class Policy(_Part):
 
     @cached_property
     def decider(self) -> Decider:
-        rules = [rule.compiled(self.default_budget) for rule in self.rules]
-        return Decider(rules, self.default_method, self.default_budget, self.sink + self.local)
+        rules = [rule.compiled(self.default_budget, self.default_max_error) for rule in self.rules]
+        windows = self.sink + self.local
+        return Decider(rules, self.default_method, self.default_budget, self.requests.rows, windows)
 
     def decide(self, row: RowContext, request: RequestParams | None = None) -> Decision:
         """Method and budget of one decode row, and why."""
@@ -301,8 +337,41 @@ class Policy(_Part):
 
     @property
     def needs_reference(self) -> bool:
-        """True if a rule wants what no kernel computes."""
-        return any(rule.bernoulli is not None for rule in self.rules)
+        """True if a rule wants what no kernel computes: Bernoulli queries, or the error of a sampler of values."""
+        rules = self.decider.rules
+        return any(rule.bernoulli is not None or (rule.max_error is not None and rule.method.samples_values) for rule in rules)
+
+    @property
+    def sets_targets(self) -> bool:
+        """True if a rule has an error target."""
+        return any(rule.max_error is not None for rule in self.decider.rules)
+
+    @property
+    def allows_targets(self) -> bool:
+        """True if some row can get an error target."""
+        return self.sets_targets or (self.requests.allow and self.requests.max_error)
+
+    def check_target(self, request: RequestParams, kernels_only: bool) -> None:
+        """Refuse an error target where a row of the request may get a method that cannot have one. kernels_only: no reference decodes.
+
+        Raises:
+            ParameterError: names the parameter, its value, the reason and what is allowed.
+        """
+        if request.max_error is None:
+            return
+        rules = [] if request.method is not None else [rule for rule in self.decider.rules if rule.method is not Method.dense]
+        methods = {request.method or self.default_method, *(rule.method for rule in rules)}
+        reason = ""
+        if unknown := sorted(method for method in methods if not method.estimates_error):
+            reason = f"rows may get {unknown[0].name}, which takes no row by chance, so its rows do not tell its error"
+        elif any(rule.bernoulli is not None for rule in rules):
+            reason = "rows may get Bernoulli queries, whose own error the sampled rows do not tell"
+        elif kernels_only and (slow := sorted(method for method in methods if method.samples_values)):
+            reason = f"rows may get {slow[0].name}, whose error no kernel computes, and this server decodes from CUDA graphs"
+        if reason:
+            allowed = [name for name in ERROR_METHODS if not (kernels_only and Method[name].samples_values)]
+            text = f"santa_max_error: {request.max_error:g} is refused, since {reason}; allowed: with santa_method {', '.join(allowed)}"
+            raise ParameterError("santa_max_error", text)
 
     @property
     def needs_codes(self) -> bool:
@@ -345,6 +414,6 @@ class Policy(_Part):
     def max_budget(self, max_model_len: int) -> int:
         """The most rows that any rule or request can get at contexts up to max_model_len tokens: what buffers must hold."""
         budgets_ = [self.default_budget, *(rule.budget for rule in self.rules if rule.budget)]
-        if self.requests.allow:
+        if self.requests.allow or self.sets_targets:
             budgets_ += [Budget(self.requests.budget.max), self.requests.fraction.max]
         return max(budget.rows(max_model_len) for budget in budgets_)

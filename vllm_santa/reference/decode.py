@@ -10,6 +10,7 @@ from vllm_santa.codebook import Codebook
 from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.reference.attend import attend_selected, attend_values
 from vllm_santa.reference.bernoulli import bernoulli_query
+from vllm_santa.reference.error import OutputError
 from vllm_santa.reference.paged import gather_context
 from vllm_santa.reference.philox import Stream, uniform44
 from vllm_santa.reference.pq import lookup_tables, proxy_scores
@@ -40,13 +41,15 @@ class LayerContext:
 class RowResult:
     """output: [Hq, D] in the query's dtype. key_rows, value_rows: rows of K and of V read, mean over KV heads.
 
-    key_features: share of the features of those K rows that was read; less than 1 with Bernoulli queries.
+    key_features: share of the features of those K rows that was read; less than 1 with Bernoulli queries. error: of each query head's
+    output [H, G], where asked for.
     """
 
     output: Tensor
     key_rows: float
     value_rows: float
     key_features: float = 1.0
+    error: OutputError | None = None
 
 
 def decode_row(
@@ -61,12 +64,14 @@ def decode_row(
     layer: LayerContext,
     settings: SelectionSettings,
     bernoulli: BernoulliSettings | None = None,
+    estimate_error: bool = False,
 ) -> RowResult:
     """Sparse attention of one query token over its cache.
 
     query: [Hq, D]. kv: [B, H, N, 2D], K then V. codes: uint8 [B, H, N, M]. block_table: int32 [blocks]. context: tokens, the current one
     included. budget: >= 1, draws per query head or rows per KV head, as the method counts. seed: an unsigned 64-bit integer.
     bernoulli: exact scores become those of a Bernoulli query (SANTA §5); not for methods that score keys by their codes.
+    estimate_error: with the result's `error`, of all that was left to chance but Bernoulli queries.
     Raises ValueError for a method that needs codes with a Bernoulli query or without a codebook.
     """
     if bernoulli is not None and method.needs_codes:
@@ -84,9 +89,9 @@ def decode_row(
         numbers = random.per_kv_head(Stream.selection, budget if method == Method.ssa_fixed else 1)
         broken = ~(proxies < torch.inf).all(-1, keepdim=True)  # a query that is not finite: NaN for its head, nothing for the others
         selection = select_by_proxy(method, proxies.masked_fill(broken, -torch.inf), settings, random.budget(budget), numbers)
-        attended = attend_selected(grouped, key, value, selection, layer.scale, layer.soft_cap)
+        attended = attend_selected(grouped, key, value, selection, layer.scale, layer.soft_cap, estimate_error=estimate_error)
         output = attended.output.masked_fill(broken, torch.nan)
-        return RowResult(output.flatten(0, 1).to(query.dtype), attended.rows(), attended.rows())
+        return RowResult(output.flatten(0, 1).to(query.dtype), attended.rows(), attended.rows(), error=attended.error)
     features = 1.0
     if bernoulli is not None:
         heads = random.per_kv_head if bernoulli.mean_group else random.per_query_head
@@ -98,8 +103,8 @@ def decode_row(
         numbers = random.per_kv_head(Stream.selection, 1)
     else:
         numbers = random.per_query_head(Stream.values, draws_needed(method, budget, context))
-    attended = attend_values(method, scores, value, random.budget(budget), numbers)
-    return RowResult(attended.output.flatten(0, 1).to(query.dtype), float(context), attended.rows(), features)
+    attended = attend_values(method, scores, value, random.budget(budget), numbers, estimate_error)
+    return RowResult(attended.output.flatten(0, 1).to(query.dtype), float(context), attended.rows(), features, attended.error)
 
 
 class _Random:

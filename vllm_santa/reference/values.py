@@ -58,19 +58,39 @@ def draws_needed(method: Method, budget: int, context: int) -> int:
     return -(-context // FLASH_TILE) if method == Method.flash else 1
 
 
-def value_weights(method: Method, scores: Tensor, budget: Tensor, uniform: Tensor) -> Tensor:
-    """The weight each V row gets: (copies / S) by the method's sampler, unbiased for softmax(scores).
+@dataclass(frozen=True)
+class Draws:
+    """copies: int64 [..., n], how often each token was drawn. rates: int64 [..., n], how often it was to be, in units of 1/ONE. each:
+    float64 [..., n] or [..., 1], the weight of one copy."""
+
+    copies: Tensor
+    rates: Tensor
+    each: Tensor
+
+    @property
+    def weights(self) -> Tensor:
+        """float64 [..., n]: the weight each V row gets."""
+        return self.copies * self.each
+
+
+def sample_values(method: Method, scores: Tensor, budget: Tensor, uniform: Tensor) -> Draws:
+    """The copies that a method's sampler draws; their weights are unbiased for softmax(scores).
 
     santa: S independent draws (§2). strat: one draw per stratum of the CDF (§2.1). sys, prop: one shared offset (§2.1, §3.2;
     prop is the GPU's way to the same sample). flash: every tile samples on its own, weighted by its mass afterwards (§3.3).
-    scores: float32 [..., n]. budget: int64 [...], S. uniform: int64 [..., draws_needed] in [0, ONE). Returns float64 [..., n].
+    scores: float32 [..., n]. budget: int64 [...], S. uniform: int64 [..., draws_needed] in [0, ONE).
     """
     n = scores.shape[-1]
     if method == Method.flash:
-        return _flash_weights(scores, budget, uniform)[..., :n]
+        return _flash_draws(scores, budget, uniform)
     rates = expected_copies(stash_scores(scores), budget)
     copies = draw(rates, _points(method, budget, uniform))
-    return (copies.double() / budget.unsqueeze(-1))[..., :n]
+    return Draws(copies[..., :n], rates[..., :n], 1 / budget.double().unsqueeze(-1))
+
+
+def value_weights(method: Method, scores: Tensor, budget: Tensor, uniform: Tensor) -> Tensor:
+    """The weight each V row gets, as `sample_values`: float64 [..., n]."""
+    return sample_values(method, scores, budget, uniform).weights
 
 
 def _points(method: Method, budget: Tensor, uniform: Tensor) -> Tensor:
@@ -86,14 +106,16 @@ def _points(method: Method, budget: Tensor, uniform: Tensor) -> Tensor:
     return torch.where(j < budget, points, -1)
 
 
-def _flash_weights(scores: Tensor, budget: Tensor, uniform: Tensor) -> Tensor:
+def _flash_draws(scores: Tensor, budget: Tensor, uniform: Tensor) -> Draws:
     whole = stash_scores(scores, FLASH_TILE)
     per_tile = FLASH_TILE // GROUP
     tiles = Stash(whole.weights.unflatten(-2, (-1, per_tile)), whole.exponents.unflatten(-1, (-1, per_tile)))
     count = tiles.weights.shape[-3]
     tile_budget = (budget // count).clamp(min=1).unsqueeze(-1).expand(tiles.weights.shape[:-2]).contiguous()
-    copies = draw(expected_copies(tiles, tile_budget), _points(Method.sys, tile_budget, uniform.unsqueeze(-1)))
+    rates = expected_copies(tiles, tile_budget)
+    copies = draw(rates, _points(Method.sys, tile_budget, uniform.unsqueeze(-1)))
     mass, top = tiles.mass()
     mass = mass.double() * pow2(top - top.amax(-1, keepdim=True))
     share = mass / mass.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return (copies * (share / tile_budget).unsqueeze(-1)).flatten(-2)
+    each = (share / tile_budget).unsqueeze(-1).expand_as(copies)
+    return Draws(*(part.flatten(-2)[..., : scores.shape[-1]] for part in (copies, rates, each)))
