@@ -33,6 +33,14 @@ REFUSED = {
     "Bernoulli queries of zero samples": ({"santa_method": "pps", "santa_bernoulli": 0}, ["santa_bernoulli", "0", "from 1 to 262144"]),
     "Bernoulli queries of a method with codes": ({"santa_method": "ssa", "santa_bernoulli": 4}, ["santa_bernoulli", "ssa", "with santa_m"]),
     "Bernoulli queries of no method": ({"santa_bernoulli": 4}, ["santa_bernoulli", "no santa_method", "pps"]),
+    "error of zero": ({"santa_max_error": 0}, ["santa_max_error", "0", "above 0 and up to 1"]),
+    "error above one": ({"santa_max_error": "120%"}, ["santa_max_error", "'120%'", "above 0 and up to 1"]),
+    "error of a dense row": ({"santa_method": "dense", "santa_max_error": 0.1}, ["santa_max_error", "0.1", "reads everything", "pps"]),
+    "error of top rows": ({"santa_method": "topk", "santa_max_error": 0.1}, ["santa_max_error", "topk", "takes no row by chance"]),
+    "error beside Bernoulli queries": (
+        {"santa_method": "pps", "santa_max_error": 0.1, "santa_bernoulli": 4},
+        ["santa_max_error", "0.1", "santa_bernoulli", "one of them"],
+    ),
     "Bernoulli query of another kind": (
         {"santa_method": "pps", "santa_bernoulli": 4, "santa_bernoulli_query": "all"},
         ["santa_bernoulli_query", "'all'", "group, head"],

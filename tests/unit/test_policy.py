@@ -20,9 +20,9 @@ from vllm_santa.policy import (
     served_model,
 )
 from vllm_santa.policy.budget import MAX_ROWS, Budget
-from vllm_santa.policy.decision import REASONS
+from vllm_santa.policy.decision import REASONS, ErrorTarget
 from vllm_santa.policy.file import parse_policy
-from vllm_santa.policy.parameters import RequestParams
+from vllm_santa.policy.parameters import ParameterError, RequestParams
 from vllm_santa.policy.reference_page import policy_reference
 
 ROOT = Path(__file__).parents[2]
@@ -206,6 +206,80 @@ def test_max_budget_bounds_every_decision():
     assert policy("rules: []").max_budget(1000) == 16384  # what requests may ask for
 
 
+# Error targets
+
+TARGETS = """
+rules:
+  - {context: {min: 5000}, method: topk, budget: 64}
+  - {context: {min: 1000}, method: pps, budget: 5%, max_error: 0.1}
+  - {context: {min: 500}, method: sys, budget: 32}
+default_max_error: 0.2
+default_budget: 64
+requests: {budget: {min: 16, max: 300}, fraction: {min: 1%, max: 20%}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("context", "asked", "target"),
+    [
+        (2000, RequestParams(), ErrorTarget(0.1, 20, 400)),
+        (600, RequestParams(), ErrorTarget(0.2, 16, 300)),
+        (6000, RequestParams(), None),
+        (400, RequestParams(), None),
+        (2000, RequestParams(budget=Budget(64)), None),
+        (2000, RequestParams(Method.ssa), None),
+        (2000, RequestParams(max_error=0.03), ErrorTarget(0.03, 20, 400)),
+        (2000, RequestParams(budget=Budget(100), max_error=0.03), ErrorTarget(0.03, 16, 300)),
+        (400, RequestParams(max_error=0.03), ErrorTarget(0.03, 16, 300)),
+        (2000, RequestParams(Method.ssa, Budget(9), max_error=0.03), ErrorTarget(0.03, 9, 300)),
+        (2000, RequestParams(Method.ssa, Budget(999), max_error=0.03), ErrorTarget(0.03, 16, 999)),
+        (6000, RequestParams(max_error=0.03), None),
+    ],
+)
+def test_error_targets(context, asked, target):
+    """The limits of the budget are those for requests, moved where the starting budget itself is outside."""
+    assert policy(TARGETS).decide(RowContext(context), asked).target == target
+
+
+def test_budgets_of_targets_are_settled_as_others():
+    decider = policy(TARGETS).decider
+    decision = decider(RowContext(2000))
+    assert decider.with_budget(decision, 200, 2000) == decision._replace(budget=200)
+    assert decider.with_budget(decision, 2000, 2000).reason == "budget_covers_context"
+
+
+def test_what_targets_ask_of_a_server():
+    plain, ruled = policy("rules: [{method: pps}]\nrequests: {allow: false}"), policy("rules: [{method: pps, max_error: 0.1}]")
+    assert not plain.sets_targets and not plain.allows_targets and policy("").allows_targets
+    assert ruled.sets_targets and not ruled.needs_reference and policy("rules: [{method: sys, max_error: 0.1}]").needs_reference
+    assert policy("default_max_error: 0.1\nrules: [{method: topk}]").sets_targets is False
+    assert policy("rules: [{method: pps, max_error: 0.1}]\nrequests: {allow: false, budget: {max: 999}}").max_budget(9999) > 998
+    assert not policy("requests: {max_error: false}").allows_targets
+
+
+@pytest.mark.parametrize(
+    ("text", "asked", "kernels_only", "message"),
+    [
+        (TARGETS, RequestParams(max_error=0.1), False, "santa_max_error: 0.1 is refused, since rows may get topk, which takes no row by"),
+        (TARGETS, RequestParams(Method.pps, max_error=0.1), True, None),
+        (TARGETS, RequestParams(Method.sys, max_error=0.1), False, None),
+        (TARGETS, RequestParams(Method.sys, max_error=0.1), True, "rows may get sys, whose error no kernel computes"),
+        ("rules: [{method: pps, bernoulli: {samples: 2}}]", RequestParams(max_error=0.1), False, "rows may get Bernoulli queries"),
+        ("default_method: topk", RequestParams(max_error=0.1), False, "rows may get topk"),
+        ("default_method: sys", RequestParams(max_error=0.1), True, "allowed: with santa_method pps, ssa, ssa_fixed, uniform_tail"),
+        ("", RequestParams(max_error=0.1), True, None),
+        (TARGETS, RequestParams(Method.topk), True, None),
+    ],
+)
+def test_targets_that_some_row_could_not_have_are_refused(text, asked, kernels_only, message):
+    if message is None:
+        policy(text).check_target(asked, kernels_only)
+    else:
+        with pytest.raises(ParameterError) as caught:
+            policy(text).check_target(asked, kernels_only)
+        assert message in str(caught.value) and "; allowed: with santa_method " in str(caught.value)
+
+
 # Errors
 
 
@@ -228,6 +302,20 @@ def test_max_budget_bounds_every_decision():
             "rules: [{method: pps, bernoulli: {samples: 1, query: all}}]",
             "rules[0].bernoulli.query: 'all': input should be 'group' or 'head'",
         ),
+        (
+            "rules:\n- method: pps\n  max_error: 0",
+            "p.yaml:3: rules[0].max_error: 0: input should be greater than 0; allowed: null, or a number",
+        ),
+        ("rules: [{method: pps, max_error: 1.5}]", "rules[0].max_error: 1.5: input should be less than or equal to 1"),
+        ("rules: [{method: pps, max_error: .nan}]", "rules[0].max_error: nan: input should be"),
+        ("rules: [{method: pps, max_error: 5%}]", "rules[0].max_error: '5%': input should be a valid number"),
+        (
+            "rules: [{method: topk, max_error: 0.1}]",
+            "topk has no max_error; allowed: with santa, strat, sys, prop, flash, pps, ssa, ssa_fixed",
+        ),
+        ("rules: [{method: dense, max_error: 0.1}]", "dense has no max_error; allowed: with santa"),
+        ("rules: [{method: pps, max_error: 0.1, bernoulli: {samples: 2}}]", "max_error beside bernoulli"),
+        ("default_max_error: -1", "p.yaml:1: default_max_error: -1: input should be greater than 0"),
         ("rules: [{method: pps, bernoulli: {sample: 1}}]", "allowed: samples, query; did you mean samples?"),
         ("sink: 1\n\nheavy_fracton: 0.5", "p.yaml:3: heavy_fracton: unknown field (value 0.5); allowed: rules, default_method"),
         ("heavy_fracton: 0.5", "did you mean heavy_fraction?"),

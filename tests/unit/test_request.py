@@ -11,8 +11,9 @@ from vllm_santa import front
 from vllm_santa.methods import METHOD_NAMES, BernoulliSettings, Method
 from vllm_santa.policy import PolicyError, load_policy
 from vllm_santa.policy.budget import Budget
+from vllm_santa.policy.decision import ErrorTarget
 from vllm_santa.policy.file import parse_policy
-from vllm_santa.policy.parameters import PARAMETERS, RequestParams, parse, parse_lenient
+from vllm_santa.policy.parameters import PARAMETERS, ParameterError, RequestParams, parse, parse_lenient
 from vllm_santa.request import SantaParams, processor_for
 
 LIMITS = load_policy().requests
@@ -55,6 +56,10 @@ def no_front_policy(monkeypatch):
             {"santa_method": "sys", "santa_bernoulli": 1, "santa_bernoulli_query": "group"},
             RequestParams(Method.sys, bernoulli=BernoulliSettings(1)),
         ),
+        ({"santa_max_error": 0.05}, RequestParams(max_error=0.05)),
+        ({"santa_max_error": "0.05", "santa_method": "ssa"}, RequestParams(Method.ssa, max_error=0.05)),
+        ({"santa_max_error": " 5 %", "santa_budget": "2%"}, RequestParams(budget=Budget(0, 20_000_000), max_error=0.05)),
+        ({"santa_max_error": 1, "santa_method": "uniform_tail"}, RequestParams(Method.uniform_tail, max_error=1.0)),
     ],
 )
 def test_good_parameters(extra_args, params):
@@ -67,7 +72,7 @@ REFUSED = (
         (
             {"santa_budgt": 5},
             "santa_budgt: unknown parameter (value 5); allowed: santa_method, santa_budget, santa_seed, santa_bernoulli, "
-            "santa_bernoulli_query; did you mean santa_budget?",
+            "santa_bernoulli_query, santa_max_error; did you mean santa_budget?",
         ),
         ({"santa_": 5}, "santa_: unknown parameter (value 5); allowed: santa_method"),
         ({"santa_bernoulli": 4}, "santa_bernoulli: 4 is given with no santa_method; allowed: with santa_method santa, strat, sys"),
@@ -96,6 +101,29 @@ REFUSED = (
         ({"santa_bernoulli": value}, f"santa_bernoulli: {value!r} is not a number of samples; allowed: an integer from 1 to 262144")
         for value in (0, -3, 1.0, 0.5, (1 << 18) + 1, math.nan, True, "many", "0", "2%", "-4", [5], {"samples": 5}, None)
     ]
+    + [
+        ({"santa_max_error": value}, f"santa_max_error: {value!r} is not an error; allowed: a number above 0 and up to 1, as 0.05 or '5%'")
+        for value in (
+            0,
+            0.0,
+            -0.1,
+            1.1,
+            2,
+            math.nan,
+            math.inf,
+            True,
+            "many",
+            "0",
+            "0%",
+            "101%",
+            "-1",
+            "nan",
+            "1e-2",
+            [0.1],
+            {"max": 1},
+            None,
+        )
+    ]
 )
 
 
@@ -114,6 +142,29 @@ def test_bernoulli_queries_of_methods_that_have_none(method):
     with pytest.raises(ValueError, match=f"^santa_bernoulli: 4 is given with santa_method {method}; {allowed}$"):
         parse(asked, LIMITS)
     assert parse_lenient(asked, LIMITS) == (RequestParams(Method[method], seed=1), 2), "the rest is served"
+
+
+@pytest.mark.parametrize(("method", "reason"), [("dense", "reads everything"), ("topk", "takes no row by chance")])
+def test_error_targets_of_methods_that_cannot_tell(method, reason):
+    asked = {"santa_method": method, "santa_max_error": 0.1, "santa_seed": 1}
+    with pytest.raises(ParameterError, match=f"^santa_max_error: 0.1 is given with santa_method {method}, which {reason}.*; allowed: with"):
+        parse(asked, LIMITS)
+    assert parse_lenient(asked, LIMITS) == (RequestParams(Method[method], seed=1), 1), "the rest is served"
+
+
+def test_error_targets_beside_bernoulli_queries():
+    asked = {"santa_method": "pps", "santa_max_error": 0.1, "santa_bernoulli": 4}
+    with pytest.raises(ParameterError, match="santa_max_error: 0.1 is given with santa_bernoulli, .*; allowed: one of them"):
+        parse(asked, LIMITS)
+    assert parse_lenient(asked, LIMITS) == (RequestParams(Method.pps, max_error=0.1), 1)
+
+
+def test_the_policy_may_refuse_error_targets():
+    without = parse_policy("requests: {max_error: false}", "p").requests
+    with pytest.raises(
+        ParameterError, match="santa_max_error: 0.1 is refused; allowed: nothing, this server's policy has no error targets"
+    ):
+        parse({"santa_max_error": 0.1}, without)
 
 
 @pytest.mark.parametrize("value", [4, "4"])
@@ -326,8 +377,8 @@ def config_v1():
 
 def test_v2_runner_keeps_slots(entry_point):
     prompt_lens = np.array([3, 4, 5, 6], dtype=np.int32)
-    tensors = dict(device="cpu", max_num_reqs=4, vocab_size=9, all_token_ids=None, prefill_len=None, total_len=None)
-    req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=prompt_lens), **tensors)
+    tensors = dict(device="cpu", max_num_reqs=4, vocab_size=9, all_token_ids=None, total_len=None)
+    req_states = SimpleNamespace(prompt_len=SimpleNamespace(np=prompt_lens), prefill_len=SimpleNamespace(np=prompt_lens), **tensors)
     (processor,) = entry_point.v2.build_custom_logits_processors(config("v2"), req_states, is_pooling_model=False)
     assert processor_for(config("v2")) is processor
     assert processor_for(config("v3")) is None
@@ -344,12 +395,34 @@ def test_v2_runner_keeps_slots(entry_point):
 
 
 def new_processor(instance_id="engine", **fields):
-    return SantaParams(config(instance_id, **fields), SimpleNamespace(prompt_len=SimpleNamespace(np=np.arange(8))))
+    lengths = SimpleNamespace(np=np.arange(8))
+    return SantaParams(config(instance_id, **fields), SimpleNamespace(prompt_len=lengths, prefill_len=lengths))
 
 
 def row_seed(processor, **fields):
     processor.add_request(1, sampling(**fields))
     return processor.rows_of(SimpleNamespace(num_reqs=1, req_idx=np.array([1])))[0].seed
+
+
+def test_requests_with_a_target_have_a_control_that_outlives_preemption():
+    prompt_lens, prefill_lens = np.full(8, 100), np.full(8, 100)
+    states = SimpleNamespace(prompt_len=SimpleNamespace(np=prompt_lens), prefill_len=SimpleNamespace(np=prefill_lens))
+    processor = SantaParams(config("engine"), states)
+
+    def control(slot, **fields):
+        processor.add_request(slot, sampling(**fields))
+        return processor.rows_of(SimpleNamespace(num_reqs=1, req_idx=np.array([slot])))[0].control
+
+    assert control(1, santa_budget=64, seed=1) is None
+    asked = {"santa_max_error": 0.1, "seed": 1}
+    one, two = control(1, **asked), control(2, **asked)
+    assert one is not None and one is not two
+    for context in range(101, 121):
+        one.budget(context, 64, ErrorTarget(0.1, 1, 1000))
+    prefill_lens[3] = 121  # 21 tokens of its answer, of which the last one has not been read
+    assert control(3, **asked) is one
+    assert control(3, **asked | {"seed": 2}) is not one
+    assert control(3, santa_max_error=0.1) is not control(3, santa_max_error=0.1), "without a seed it comes back as another request"
 
 
 def test_seed_precedence(tmp_path):

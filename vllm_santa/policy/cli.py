@@ -62,7 +62,8 @@ def explain(
         budget = "not given" if asked.budget is None else str(asked.budget)
         method = "not given" if asked.method is None else asked.method.name
         bernoulli = "" if asked.bernoulli is None else f", {asked.bernoulli}"
-        console.print(f"request: method {method}, budget {budget}{bernoulli}", soft_wrap=True)
+        target = "" if asked.max_error is None else f", error under {asked.max_error:g}"
+        console.print(f"request: method {method}, budget {budget}{bernoulli}{target}", soft_wrap=True)
     decision = policy.decide(row, asked)
     unit = "draws per query head" if decision.method.samples_values else "rows per KV head"
     if decision.method.needs_codes:
@@ -71,6 +72,9 @@ def explain(
     console.print(f"decision: {decision.method.name}{budget}", style="bold", soft_wrap=True)
     if decision.bernoulli is not None:
         console.print(f"keys: scored by {decision.bernoulli}", soft_wrap=True)
+    if decision.target is not None:
+        max_error, least, most = decision.target
+        console.print(f"error: held under {max_error:g}, by {least} to {most} rows", soft_wrap=True)
     console.print(f"why: {decision.reason}: {REASONS[decision.reason]}", soft_wrap=True)
 
 
@@ -140,11 +144,16 @@ def _method_of(rule: Rule) -> str:
 
 
 def _budget_of(rule: Rule, policy: Policy) -> str:
-    return "" if rule.method is Method.dense else str(rule.budget or policy.default_budget)
+    if rule.method is Method.dense:
+        return ""
+    max_error = rule.compiled(policy.default_budget, policy.default_max_error).max_error
+    target = "" if max_error is None else f", error under {max_error:g}"
+    return f"{rule.budget or policy.default_budget}{target}"
 
 
 def _requests(policy: Policy) -> str:
     limits = policy.requests
     if not limits.allow:
         return "only their seed"
-    return f"{', '.join(method.name for method in limits.methods)}; {limits.budget_text()}; beyond that: {limits.over_limit}"
+    targets = "error targets" if limits.max_error else "no error targets"
+    return f"{', '.join(method.name for method in limits.methods)}; {limits.budget_text()}; beyond that: {limits.over_limit}; {targets}"

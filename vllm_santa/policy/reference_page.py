@@ -32,6 +32,8 @@ A mistake in it stops the server at start, with file, line, field, value and wha
    those that it asks for itself, and none of the rule's.
 4. A budget that would read the whole row anyway (for methods with codes, together with the sink and local windows) makes it dense,
    unless the row has Bernoulli queries.
+5. With an error target, a request's `santa_max_error` or the `max_error` of the rule that chose method and budget, the budget is only the
+   one to start from ([requests.md](requests.md#error-targets)).
 
 A budget counts draws of V rows per query head for `santa`, `strat`, `sys`, `prop` and `flash`, and distinct rows per KV head for the
 others. It is a number of rows, or a fraction of the row's context (`2%` or `0.02`, rounded up, never more than 262144 rows).

@@ -237,7 +237,7 @@ class Rule(_Part):
             raise ValueError("a dense rule has no budget")
         return self
 
-    def compiled(self, default_budget: Budget, default_max_error: float | None) -> CompiledRule:
+    def compiled(self, default_budget: Budget, default_max_error: float | None = None) -> CompiledRule:
         """The rule as the decision uses it."""
         named = ((RowContext._fields.index(name), getattr(self, name)) for name in ("context", "generated", "batch"))
         conditions = tuple(Condition(field, int(span.low), span.high) for field, span in named if span != Range())

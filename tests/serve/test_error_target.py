@@ -1,0 +1,68 @@
+"""Error targets on a real server: budgets follow them, the same seed gives the same answer, and /metrics says what was achieved."""
+
+import pytest
+from server import Ask, Delta, Server, assert_same
+from tiny_model import prompt
+
+TOKENS = 121
+
+
+def ask(max_error: float, method: str = "pps", seed: int = 1, tokens: int = TOKENS, **others: object) -> Ask:
+    return Ask(prompt(900, seed), tokens, {"method": method, "seed": seed, "max_error": max_error} | others)
+
+
+def mean(gained: Delta, name: str, method: str) -> float:
+    return gained.total(f"santa_estimated_{name}_total", method=method) / gained.total("santa_estimated_rows_total", method=method)
+
+
+@pytest.mark.parametrize("method", ["pps", "ssa", "sys"])
+def test_the_budget_follows_the_target(server: Server, method: str) -> None:
+    """A loose and a tight target, from the same budget: the errors end up near them, by very different budgets."""
+    errors, budgets = {}, {}
+    for target in (0.3, 0.1):
+        with server.counting() as gained:
+            server.ask(ask(target, method, budget=64))
+        rows = gained.total("santa_rows_total", method=method, reason="request")
+        assert rows == TOKENS - 1 and gained.total("santa_estimated_rows_total", method=method) == pytest.approx(rows, abs=4)
+        errors[target], budgets[target] = (mean(gained, name, method) for name in ("error", "budget"))
+        missed = gained.total("santa_missed_targets_total", method=method)
+        assert 0 < missed < rows
+    assert errors[0.1] < 0.13 and errors[0.1] < 0.7 * errors[0.3] and errors[0.3] < 0.33, (errors, budgets)
+    assert budgets[0.1] > 1.5 * budgets[0.3]
+
+
+def test_without_a_method_it_is_the_default(server: Server) -> None:
+    with server.counting() as gained:
+        server.ask(Ask(prompt(900, 2), 21, {"max_error": "20%", "seed": 1}))
+    assert gained.total("santa_rows_total", method="pps", reason="request") == 20
+
+
+def test_rows_without_a_target_are_not_estimated(server: Server) -> None:
+    with server.counting() as gained:
+        server.ask(Ask(prompt(900, 2), 21, {"method": "pps", "budget": 64}))
+    assert gained.total("santa_estimated_rows_total") == 0
+
+
+def test_the_same_seed_gives_the_same_answer_beside_others(server: Server) -> None:
+    asks = [ask(target, method, seed, 48) for seed, (target, method) in enumerate([(0.1, "pps"), (0.2, "pps"), (0.1, "ssa"), (0.2, "sys")])]
+    alone = [server.ask(one) for one in asks]
+    assert [server.ask(one).agreement(answer) for one, answer in zip(asks[:1], alone[:1], strict=True)] == [48]
+    others = [Ask(prompt(600, 50 + i), 60, {"method": "ssa", "budget": 32}) for i in range(2)]
+    assert_same(asks, server.ask_together([*others, *asks])[2:], alone)
+
+
+def test_preemption(server: Server) -> None:
+    """Who is thrown out in the middle of its answer comes back to the budgets that it had. (Attempts as in test_cache.py.)"""
+    attempts = []
+    for first_seed in (400, 410, 420):
+        crowd = [Ask(prompt(470, first_seed + i), 64, {"method": "pps", "max_error": 0.15, "seed": first_seed + i}) for i in range(5)]
+        alone = [server.ask(one) for one in crowd]
+        server.reset_prefix_cache()
+        with server.counting() as gained:
+            together = server.ask_together(crowd)
+        preemptions = gained.total("vllm:num_preemptions_total")
+        agreed = [answer.agreement(before) for answer, before in zip(together, alone, strict=True)]
+        if preemptions > 0 and agreed == [64] * 5:
+            return
+        attempts.append((preemptions, agreed))
+    raise AssertionError(f"preemptions, and steps that agree: {attempts}")
