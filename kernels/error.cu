@@ -29,7 +29,8 @@ struct Measure {
   int max_samples;
   bool ratio;                     // the weights are normalised by their own sum
   float* scalars;                 // [owners, splits, kErrorScalars]
-  float2* sums;                   // [rows, kv_heads * kErrorChunks] (variance, |out|^2), summed over the block's heads
+  float2* sums;                   // [rows, parts] (variance, |out|^2) of the block's heads, in the row's first parts
+  int parts;
 };
 
 __global__ void __launch_bounds__(kErrorThreads) error_kernel(Measure measure, Pages pages, Scores scores, Merge merge) {
@@ -173,7 +174,7 @@ __global__ void __launch_bounds__(kErrorThreads) error_kernel(Measure measure, P
   if (threadIdx.x == 0) {
     float2 all = head_sums[0];
     for (int h = 1; h < heads; ++h) { all.x += head_sums[h].x; all.y += head_sums[h].y; }
-    measure.sums[owner] = all;
+    measure.sums[int64_t(row) * measure.parts + blockIdx.y] = all;
   }
 }
 
@@ -194,7 +195,8 @@ void error(TensorView q, TensorView kv, TensorView seq_lens, TensorView method, 
                         int(sample.size(2)),
                         ratio,
                         data<float>(scalars),
-                        data<float2>(sums)};
+                        data<float2>(sums),
+                        int(sums.size(1))};
   const Merge merge{data<float>(partial), data<int>(done), int(splits)};
   const dim3 grid(unsigned(splits), unsigned(kv.size(1)) * kErrorChunks, unsigned(seq_lens.size(0)));
   check(launch(error_kernel, grid, kErrorThreads, 0, get_stream(device), false, measure, make_pages(kv),

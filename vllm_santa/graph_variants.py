@@ -20,6 +20,8 @@ Parts = frozenset[int]
 """Of a step's attention: indices of kernel families, and DENSE."""
 DENSE = -1
 """FlashInfer's attention, for rows that are dense."""
+ERRORS = -2
+"""Estimates of the error of rows that have a target, behind the kernels that decoded them."""
 
 _variants: "WeakValueDictionary[str, GraphVariants]" = WeakValueDictionary()
 

@@ -81,6 +81,11 @@ def ssa_spec(shape: Shape, subspaces: int) -> Any:
     return _spec(f"ssa_{shape.name}_m{subspaces}", SSA_SOURCES, shape.defines + _subspaces(subspaces))
 
 
+def error_spec(shape: Shape) -> Any:
+    """FlashInfer's build specification of the module that estimates errors."""
+    return _spec(f"error_{shape.name}", ("error.cu",), shape.defines)
+
+
 def encode_spec(head_dim: int, dtype: torch.dtype, subspaces: int) -> Any:
     """FlashInfer's build specification of the module that writes keys, values and codes."""
     shape = Shape(head_dim, 1, dtype)  # it knows nothing of query heads
@@ -107,3 +112,9 @@ def ssa_module(shape: Shape, subspaces: int) -> Any:
 def encode_module(head_dim: int, dtype: torch.dtype, subspaces: int) -> Any:
     """As `santa_module`, of `encode_spec`."""
     return encode_spec(head_dim, dtype, subspaces).build_and_load()
+
+
+@cache
+def error_module(shape: Shape) -> Any:
+    """As `santa_module`, of `error_spec`."""
+    return error_spec(shape).build_and_load()

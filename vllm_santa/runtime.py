@@ -12,7 +12,7 @@ from vllm.platforms import current_platform
 from vllm_santa.codebook_store import CodebookStore
 from vllm_santa.engine_id import engine_id
 from vllm_santa.error_meter import ErrorMeter
-from vllm_santa.graph_variants import DENSE, GraphVariants
+from vllm_santa.graph_variants import DENSE, ERRORS, GraphVariants
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.limits import limits_of
 from vllm_santa.methods import Method
@@ -74,8 +74,11 @@ class Runtime:
         """Of the errors of rows that have a target. Made once the layers are known."""
         from vllm.distributed import get_tp_group
 
+        workspaces = [kernels.errors for kernels in self._kernels.values() if kernels.errors is not None]
+        parts = max((workspace.parts for workspace in workspaces), default=1)
+        device = workspaces[0].lse.device if workspaces else torch.device("cpu")
         rows = limits_of(self.vllm_config, self.policy).rows
-        return ErrorMeter(self.sparse_layers, rows, 1, torch.device("cpu"), get_tp_group().all_reduce)
+        return ErrorMeter(self.sparse_layers, rows, parts, device, get_tp_group().all_reduce)
 
     def add_layer(self, layer: int, windowed: bool) -> bool:
         """Note an attention layer of this worker. Returns whether it may read sparsely: then it needs a codebook before methods with
@@ -95,17 +98,23 @@ class Runtime:
         if (shape, kv_heads) not in self._kernels:
             device = torch.device("cuda", torch.cuda.current_device())
             limits, methods = limits_of(self.vllm_config, self.policy), self.policy.possible_methods()
-            self._kernels[shape, kv_heads] = Kernels(shape, kv_heads, limits, methods, self.policy.subspaces, self.settings, device)
+            self._kernels[shape, kv_heads] = Kernels(
+                shape, kv_heads, limits, methods, self.policy.subspaces, self.settings, device, self.policy.allows_targets
+            )
         return self._kernels[shape, kv_heads]
 
     @cached_property
     def graph_variants(self) -> GraphVariants:
-        """Of the decode graphs: dense rows alone, those with what the rules want, with anything; each family of kernels without dense rows.
-        Asked for once the kernels are there."""
+        """Of the decode graphs: dense rows alone, those with what the rules want, with anything; each family of kernels without dense rows;
+        anything with estimates of errors. Asked for once the kernels are there."""
         kernels = next(iter(self._kernels.values()))
         rules = kernels.families(rule.method for rule in self.policy.rules)
         every = kernels.families(self.policy.possible_methods())
         sets = {parts | {DENSE} for parts in (frozenset[int](), rules, every)} | {frozenset({family}) for family in every}
+        if self.policy.sets_targets:
+            sets |= {rules | {ERRORS}, rules | {DENSE, ERRORS}}
+        if self.policy.allows_targets:
+            sets.add(every | {DENSE, ERRORS})
         return GraphVariants(self.vllm_config, sorted(sets, key=lambda parts: (len(parts), sorted(parts))))
 
     def longest_sparse_row(self, rows: int) -> float:

@@ -13,7 +13,8 @@ from test_rows import step  # noqa: E402
 
 from vllm_santa.attention import cuda_step  # noqa: E402
 from vllm_santa.attention.cuda_step import StepRows  # noqa: E402
-from vllm_santa.graph_variants import DENSE  # noqa: E402
+from vllm_santa.error_control import ErrorControl  # noqa: E402
+from vllm_santa.graph_variants import DENSE, ERRORS  # noqa: E402
 from vllm_santa.limits import Limits  # noqa: E402
 from vllm_santa.methods import BernoulliSettings, Method  # noqa: E402
 from vllm_santa.policy import Decision  # noqa: E402
@@ -73,6 +74,20 @@ def test_a_dense_step_has_nothing_of_ours(rows: StepRows) -> None:
     made = rows.step(common, plan, dense(2))
     assert made.parts == {DENSE} and made.gathered == () and made.by_reference == ()
     assert made.prompt_tokens.tolist() == list(range(52))
+
+
+def test_rows_with_a_target_are_measured(rows: StepRows) -> None:
+    """A sampler of values has no kernel for its error, so the reference decodes it."""
+    measured = SparseToken(1, 1, 800, Method.pps, 64, 1, control=ErrorControl(), max_error=0.1)
+    sampler = SparseToken(2, 2, 700, Method.prop, 64, 1, control=ErrorControl(), max_error=0.1)
+    common, plan = batch([1, 1, 1], [900, 800, 700], [SparseToken(0, 0, 900, Method.pps, 64, 1), measured, sampler])
+    rows.fill(common, plan)
+    made = rows.step(common, plan, dense(3))
+    assert made.parts == {0, DENSE, ERRORS} and made.measured.tolist() == [0, 1, 0] and made.by_reference == (sampler,)
+    common, plan = batch([1, 1, 1], [901, 801, 701], [SparseToken(0, 0, 901, Method.pps, 64, 1)])
+    rows.fill(common, plan)
+    made = rows.step(common, plan, dense(3))
+    assert made.parts == {0, DENSE} and made.measured.tolist() == [0, 0, 0]
 
 
 def test_rows_lose_what_they_had(rows: StepRows) -> None:

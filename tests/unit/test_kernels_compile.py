@@ -68,7 +68,7 @@ def test_score_pass_compiles_for_other_shapes(shape: Shape, tmp_path: Path) -> N
     compile_source(FOLDER / "score_codes.cu", shape, tmp_path / "object.o")
 
 
-@pytest.mark.parametrize("name", ["ssa_tables.cu", "ssa_score.cu", "ssa_gather.cu", "encode.cu"])
+@pytest.mark.parametrize("name", ["ssa_tables.cu", "ssa_score.cu", "ssa_gather.cu", "encode.cu", "error.cu"])
 @pytest.mark.parametrize(("shape", "subspaces"), [(OTHER_SHAPES[0], 32), (OTHER_SHAPES[2], 8)], ids=["narrow", "wide"])
 def test_code_kernels_compile_for_other_shapes(name: str, shape: Shape, subspaces: int, tmp_path: Path) -> None:
     compile_source(FOLDER / name, shape, tmp_path / "object.o", subspaces)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_santa.attention.device_rows import DeviceRows
 from vllm_santa.attention.layer import SparseStep
-from vllm_santa.graph_variants import DENSE, Parts
+from vllm_santa.graph_variants import DENSE, ERRORS, Parts
 from vllm_santa.kernel_ops import Rows
 from vllm_santa.rows import SparseToken, StepPlan
 
@@ -35,11 +35,13 @@ class GatheredRows:
 class CudaStep(SparseStep):
     """A SparseStep by kernels.
 
-    decodes: rows of one token at the head of the batch, with what they get. parts: families of kernels that the methods among them need,
-    and DENSE unless those rows are all of the step. gathered: other sparse tokens. by_reference: tokens that no kernel decodes.
+    decodes: rows of one token at the head of the batch, with what they get; measured: int8 [their number], 1 where their error is wanted.
+    parts: families of kernels that the methods among them need, DENSE unless those rows are all of the step, ERRORS if one is measured.
+    gathered: other sparse tokens. by_reference: tokens that no kernel decodes.
     """
 
     decodes: Rows | None = None
+    measured: Tensor | None = None
     parts: Parts = frozenset({DENSE})
     gathered: tuple[GatheredRows, ...] = ()
     by_reference: tuple[SparseToken, ...] = ()
@@ -54,10 +56,10 @@ class CudaStep(SparseStep):
         query, output: [>= tokens, Hq, D]. key, value: [>= tokens, H, D]. kv, codes: the cache's planes.
         """
         output = output.view(output.shape[0], -1, layer.head_dim)
-        families = self.parts - {DENSE}
+        families = self.parts - {DENSE, ERRORS}
         if self.decodes is not None and families:
-            count = self.decodes.seq_lens.shape[0]
-            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, families, output[:count])
+            count, measured = self.decodes.seq_lens.shape[0], self.measured if ERRORS in self.parts else None
+            layer.launch(query[:count].contiguous(), kv, codes, self.decodes, families, output[:count], measured)
         if torch.cuda.is_current_stream_capturing():
             return
         layer.observe(query, key, value, self)
@@ -99,10 +101,14 @@ class StepRows:
         parts = self._kernels.families(token.method for token in decodes)
         if len(decodes) < sum(end > start for start, end in pairwise(plan.starts)):
             parts |= {DENSE}
+        if any(token.control is not None for token in decodes):
+            parts |= {ERRORS}
+        alone = count > 0 and uniform
         return CudaStep(
             common.block_table_tensor,
             plan,
-            self._decodes(common, count) if count > 0 and uniform else None,
+            self._decodes(common, count) if alone else None,
+            self._buffers.measured[:count] if alone else None,
             parts,
             tuple(self._gathered(common.block_table_tensor, others)),
             tuple(token for token in plan.sparse if not token.by_kernel),

@@ -15,17 +15,18 @@ class DeviceRows:
     """Buffers for up to `capacity` rows.
 
     seed: int64 [capacity], unsigned 64 bits as signed. budget: int32 [capacity]. limit: int32 [capacity], the length of the row that dense
-    attention sees: 1 for sparse rows. method: int8 [capacity], `Method`, 0 = dense or padding.
+    attention sees: 1 for sparse rows. method: int8 [capacity], `Method`, 0 = dense or padding. measured: int8 [capacity], 1 for rows whose
+    error is to be estimated.
     """
 
     def __init__(self, capacity: int, device: torch.device):
         self.capacity = capacity
-        kinds = {"seed": np.int64, "budget": np.int32, "limit": np.int32, "method": np.int8}
+        kinds = {"seed": np.int64, "budget": np.int32, "limit": np.int32, "method": np.int8, "measured": np.int8}
         self._sizes = {name: (kind, capacity) for name, kind in kinds.items()}
         host = self._host()
         self._packed = host.to(device)
         parts = dict(self._parts(self._packed))
-        self.seed, self.budget, self.limit, self.method = (parts[name] for name in self._sizes)
+        self.seed, self.budget, self.limit, self.method, self.measured = (parts[name] for name in self._sizes)
         self._all_dense = True
 
     def fill(self, tokens: Iterable[SparseToken]) -> None:
@@ -46,6 +47,7 @@ class DeviceRows:
             parts["budget"][rows] = [token.budget for token in tokens]
             parts["limit"][rows] = 1
             parts["method"][rows] = [token.method for token in tokens]
+            parts["measured"][rows] = [token.control is not None for token in tokens]
         self._packed.copy_(host, non_blocking=True)
 
     def _host(self, pinned: bool = False) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vllm_santa.attention.kernels import Batch
+from vllm_santa.attention.kernels import Batch, Wanted
 from vllm_santa.attention.layer import SparseLayer
 from vllm_santa.codebook import Codebook
 from vllm_santa.jit import Shape
@@ -49,6 +49,9 @@ class KernelLayer(SparseLayer):
             encode_blocks(*self._planes, None, self.codebook)
         return codebook
 
-    def launch(self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, families: frozenset[int], output: Tensor) -> None:
-        """Decode the rows of these families of methods. query, output: [R, Hq, D]."""
-        self.kernels.launch(Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output), families)
+    def launch(
+        self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, families: frozenset[int], output: Tensor, measured: Tensor | None = None
+    ) -> None:
+        """Decode the rows of these families of methods. query, output: [R, Hq, D]. measured: int8 [R], 1 where their error is wanted."""
+        wanted = None if measured is None else Wanted(measured, self.runtime.meter.layer(self.context.layer))
+        self.kernels.launch(Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output, wanted), families)

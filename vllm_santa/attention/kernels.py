@@ -11,7 +11,8 @@ from torch import Tensor
 from vllm.logger import init_logger
 
 from vllm_santa.attention.workspaces import Arena
-from vllm_santa.jit import Shape, encode_spec, santa_spec, ssa_spec
+from vllm_santa.error_ops import ErrorWorkspace, estimate_errors
+from vllm_santa.jit import Shape, encode_spec, error_spec, santa_spec, ssa_spec
 from vllm_santa.kernel_ops import VALUE_METHODS, Layer, PpsWorkspace, Rows, ValuesWorkspace, pps, sample_values
 from vllm_santa.limits import Limits
 from vllm_santa.methods import Method
@@ -20,6 +21,14 @@ from vllm_santa.reference.ssa import SelectionSettings
 from vllm_santa.ssa_ops import SSA_METHODS, CodebookBuffers, SsaWorkspace, ssa
 
 logger = init_logger("vllm.santa.kernels")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Whose errors are wanted: measured, int8 [R], and where they go: sums, float32 [>= R, parts, 2]."""
+
+    measured: Tensor
+    sums: Tensor
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class Batch:
     layer: Layer
     codebook: CodebookBuffers
     output: Tensor
+    errors: Wanted | None = None
 
 
 @dataclass(frozen=True)
@@ -40,30 +50,32 @@ class Family:
     """Methods whose rows are decoded by the same launches.
 
     spec: FlashInfer's build specification of their module. workspace: (rows, kv_heads, shape, max_context, max_budget, device) -> its
-    buffers. launch: decodes the batch's rows of these methods.
+    buffers. launch: decodes the batch's rows of these methods, and leaves their log-sum-exps where there is a tensor for them. selects:
+    leaves a list of the rows it took, from which their error can be estimated.
     """
 
     methods: frozenset[Method]
     spec: Any
     workspace: Callable[..., Any]
-    launch: Callable[[Batch, Any, SelectionSettings], None]
+    launch: Callable[[Batch, Any, SelectionSettings, Tensor | None], None]
+    selects: bool = True
 
 
-def _pps(batch: Batch, workspace: PpsWorkspace, settings: SelectionSettings) -> None:
-    pps(batch.query, batch.kv, batch.rows, batch.layer, batch.output, workspace)
+def _pps(batch: Batch, workspace: PpsWorkspace, settings: SelectionSettings, lse: Tensor | None) -> None:
+    pps(batch.query, batch.kv, batch.rows, batch.layer, batch.output, workspace, lse)
 
 
-def _values(methods: frozenset[Method]) -> Callable[[Batch, ValuesWorkspace, SelectionSettings], None]:
-    def launch(batch: Batch, workspace: ValuesWorkspace, settings: SelectionSettings) -> None:
-        sample_values(batch.query, batch.kv, batch.rows, batch.layer, batch.output, workspace, methods=methods)
+def _values(methods: frozenset[Method]) -> Callable[[Batch, ValuesWorkspace, SelectionSettings, Tensor | None], None]:
+    def launch(batch: Batch, workspace: ValuesWorkspace, settings: SelectionSettings, lse: Tensor | None) -> None:
+        sample_values(batch.query, batch.kv, batch.rows, batch.layer, batch.output, workspace, lse, methods)
 
     return launch
 
 
-def _proxies(methods: tuple[Method, ...]) -> Callable[[Batch, SsaWorkspace, SelectionSettings], None]:
-    def launch(batch: Batch, workspace: SsaWorkspace, settings: SelectionSettings) -> None:
+def _proxies(methods: tuple[Method, ...]) -> Callable[[Batch, SsaWorkspace, SelectionSettings, Tensor | None], None]:
+    def launch(batch: Batch, workspace: SsaWorkspace, settings: SelectionSettings, lse: Tensor | None) -> None:
         arguments = (batch.query, batch.kv, batch.codes, batch.rows, batch.layer, batch.codebook, settings, batch.output, workspace)
-        ssa(*arguments, methods=methods)
+        ssa(*arguments, lse, methods)
 
     return launch
 
@@ -75,7 +87,7 @@ def families_of(methods: Iterable[Method], shape: Shape, subspaces: int) -> tupl
     proxies = possible & frozenset(SSA_METHODS)
     families = (
         Family(possible & {Method.pps}, santa_spec(shape), PpsWorkspace, _pps),
-        Family(values, santa_spec(shape), ValuesWorkspace, _values(values)),
+        Family(values, santa_spec(shape), ValuesWorkspace, _values(values), selects=False),
         Family(proxies, ssa_spec(shape, subspaces), partial(SsaWorkspace, subspaces=subspaces), _proxies(tuple(proxies))),
     )
     return tuple(family for family in families if family.methods)
@@ -96,9 +108,12 @@ class Kernels:
         subspaces: int,
         settings: SelectionSettings,
         device: torch.device,
+        targets: bool = False,
     ):
+        """targets: whether rows can have error targets."""
         self.shape, self.limits, self.settings = shape, limits, settings
         self._families = families_of(methods, shape, subspaces)
+        self.errors = ErrorWorkspace(limits.rows, kv_heads, shape, device) if targets else None
         self._compile(subspaces)
         exp2_table(device)
         self._kv_heads = kv_heads
@@ -120,6 +135,8 @@ class Kernels:
         if any(method.needs_codes for family in self._families for method in family.methods):
             encoder = encode_spec(self.shape.head_dim, self.shape.dtype, subspaces)
             specs[encoder.name] = encoder
+        if self.errors is not None:
+            specs[error_spec(self.shape).name] = error_spec(self.shape)
         logger.info_once("Building the CUDA kernels %s, or finding them built.", ", ".join(specs))
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda spec: spec.build_and_load(), specs.values()))
@@ -130,12 +147,25 @@ class Kernels:
         return frozenset(index for index, family in enumerate(self._families) if family.methods & found)
 
     def launch(self, batch: Batch, families: Iterable[int]) -> None:
-        """Decode the batch's rows of these families' methods; rows of others cost a few exits of blocks."""
+        """Decode the batch's rows of these families' methods, with the errors that are wanted; rows of others cost a few exits of blocks.
+
+        Raises ValueError if errors are wanted that the kernels were not made for.
+        """
+        if batch.errors is not None and self.errors is None:
+            raise ValueError("errors: these kernels were made without error targets")
         slots = self.limits.slots(batch.rows.seq_lens.shape[0])
         if slots not in self._placed:
             self._placed[slots] = tuple(map(self._arena.place, self._describe(slots)))
         for index in sorted(families):
-            self._families[index].launch(batch, self._placed[slots][index], self.settings)
+            family, workspace = self._families[index], self._placed[slots][index]
+            if batch.errors is None or self.errors is None or not family.selects:
+                family.launch(batch, workspace, self.settings, None)
+                continue
+            family.launch(batch, workspace, self.settings, self.errors.lse)
+            estimate_errors(
+                batch.query, batch.kv, batch.rows, batch.errors.measured, batch.layer,
+                [method for method in family.methods if method.estimates_error], batch.output, workspace, batch.errors.sums, self.errors,
+            )  # fmt: skip
 
     def _describe(self, slots: int) -> Iterable[Any]:
         context, budget = self.limits.row_context(slots), self.limits.row_budget(slots)
