@@ -20,6 +20,9 @@ holds most of them, not only their mean, under the target."""
 SLOPE = 1.0
 """Octaves of error that an octave of budget takes off, about: what budgets whose effect is not seen yet will still do. The loop is stable
 for errors that fall with up to the 2.9th power of the budget."""
+STEP = 1 / 8
+"""Octaves between budgets. Matrix products round a little differently with the size of the batch; in finer steps that would soon move a
+budget, and with it the answer."""
 SURPRISE = 3.0
 """Octaves that one estimate can differ from the target."""
 
@@ -46,7 +49,7 @@ class ErrorControl:
             level = min(max(level, math.log2(target.least / start)), math.log2(target.most / start))
             self._levels.extend([level] * (context - self.last))
         level = self._levels[max(context - self._first, 0)]
-        return min(max(round(start * 2.0**level), target.least), target.most)
+        return min(max(round(start * 2.0 ** (STEP * round(level / STEP))), target.least), target.most)
 
     def observe(self, context: int, error: float, max_error: float) -> None:
         """The estimate for the token at a context that was given a budget. What is not finite says nothing."""
