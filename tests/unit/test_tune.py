@@ -2,8 +2,10 @@
 
 import json
 import math
+import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -256,6 +258,38 @@ def test_measuring_runs_the_benchmark(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(tune.cli, "run_program", lambda *_: 3)
     assert run("tune", "32/8/128", "--out", tmp_path / "q.yaml").exit_code == 1
     assert not (tmp_path / "q.yaml").exists()
+
+
+def test_what_the_benchmark_writes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program as a whole, with clocks and kernels that are not there replaced: 100 µs for FlashInfer's better kernel, 1 µs for every
+    8 tokens of a budget."""
+    torch = pytest.importorskip("torch")
+    from benchmarks.kernels import tune as program
+
+    def inputs(case, *_: object) -> SimpleNamespace:
+        rows = SimpleNamespace(method=torch.zeros(case.batch, dtype=torch.int8), budget=torch.zeros(case.batch, dtype=torch.int32))
+        return SimpleNamespace(query=torch.zeros(case.batch, case.query_heads, case.head_dim), rows=rows)
+
+    made: list[tuple[str, int]] = []
+
+    def decoder(case, method, rows: int, output):
+        assert output.shape == (case.batch, 32, 128)
+        made.append((method.name, rows))
+        return lambda one: lambda: float(one.rows.budget[0]) / 8 + int(one.rows.method[0] != method)
+
+    monkeypatch.setattr(program, "fits", lambda case: case.batch * case.context <= 2**16)
+    monkeypatch.setattr(program, "make_inputs", inputs)
+    monkeypatch.setattr(program, "flashinfer_decode", lambda case, one, output, cores: lambda: 100.0 + cores)
+    monkeypatch.setattr(program, "decoder", decoder)
+    monkeypatch.setattr(program, "time_us", lambda calls: max(call() for call in calls))
+    monkeypatch.setattr(program, "versions", lambda: {"gpu": "a GPU", "torch": "2"})
+    arguments = ["--context", "8192", "--context", "32768", "--batch", "1", "--batch", "4", "--plan", "pps 512", "--plan", "ssa 2%"]
+    monkeypatch.setattr(sys, "argv", ["tune", "--shape", "32/8/128", *arguments, "--output", str(tmp_path / "times.json")])
+    program.main()
+    times = read_times(tmp_path / "times.json")
+    assert [(point.batch, point.context) for point in times.points] == [(1, 8192), (1, 32768), (4, 8192)], "one does not fit"
+    assert times.points[1].microseconds == {"dense": 100.0, "pps 512": 64.0, "ssa 2%": 82.0}
+    assert made[:2] == [("pps", 512), ("ssa", 164)] and (times.gpu, times.versions) == ("a GPU", {"torch": "2"})
 
 
 def test_without_a_gpu_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
