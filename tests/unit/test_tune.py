@@ -8,7 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -21,6 +21,7 @@ from vllm_santa.tune.break_even import Curve, Span, chosen, spans
 from vllm_santa.tune.shape import ModelShape
 from vllm_santa.tune.times import Times, parse_plan, read_times
 
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tuned"
 CONTEXTS = [2048, 8192, 32768, 131072]
 
 
@@ -85,6 +86,7 @@ def test_edges_of_what_was_measured() -> None:
 speed = st.floats(0.1, 20)
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 3), st.sampled_from([0.0, 0.05, 0.3]))
 def test_spans_are_the_choice_at_every_context(data: st.DataObject, count: int, plans: int, margin: float) -> None:
     """Against a plain search along the interpolated speeds, away from the break-even points themselves."""
@@ -159,6 +161,12 @@ def test_the_figures_are_in_the_comments() -> None:
     assert max(map(len, comments)) <= 150
     row = next(line for line in comments if line.split()[1:3] == ["8", "32,768"])
     assert row.split()[3:] == ["261.0", "141.0", "1.85x", "65.6", "3.98x"]
+
+
+def test_the_example_follows_from_its_times() -> None:
+    example = EXAMPLES / "h200-32-8-128.yaml"
+    assert example.read_text() == rules.policy_text(read_times(example.with_suffix(".json")), 0.05, True)
+    assert read_policy(example).decide(RowContext(65536, batch=4)).method.name == "ssa"
 
 
 @pytest.mark.parametrize(
