@@ -44,12 +44,8 @@ struct Batch {
   int layer, head_offset;     // global layer, and first global KV head of this rank
   int max_units;              // stash capacity per row and head, in units
 
-  // Context length of a row that is ours, else 0. Both loads at once.
-  __device__ __forceinline__ int length(int row) const {
-    int n;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(n) : "l"(seq_lens + row));
-    return (methods >> method[row]) & 1 ? n : 0;
-  }
+  // Context length of a row that is ours, else 0.
+  __device__ int length(int row) const { return (methods >> method[row]) & 1 ? seq_lens[row] : 0; }
 };
 
 // Pages hold, per KV head, block_size token rows of K then V: [blocks, kv_heads, block_size, 2, head_dim].

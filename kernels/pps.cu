@@ -1,4 +1,4 @@
-// pps as one call: score, sample.
+// pps as one call: look, score, sample.
 #include "pps.cuh"
 
 #include "bindings.cuh"
@@ -27,8 +27,10 @@ void pps(TensorView q, TensorView kv, TensorView block_table, TensorView seq_len
                            data<int4>(sample),
                            data<int>(count),
                            int(sample.size(2))};
-  check(score_codes(batch, pages, scores, q.data_ptr(), buffers, multiprocessors(device) * kScoreBlocks, stream), "score_codes");
-  check(sample_rows(batch, pages, scores, q.data_ptr(), buffers, out.data_ptr(), data<float>(lse), stream, overlaps(device)), "sample_rows");
+  const bool overlap = overlaps(device);
+  check(look(batch, pages, scores, q.data_ptr(), buffers, stream), "look");
+  check(score_codes(batch, pages, scores, q.data_ptr(), buffers, multiprocessors(device) * kScoreBlocks, stream, overlap), "score_codes");
+  check(sample_rows(batch, pages, scores, q.data_ptr(), buffers, out.data_ptr(), data<float>(lse), stream, overlap), "sample_rows");
 }
 
 }  // namespace santa

@@ -5,9 +5,9 @@
 
 namespace santa {
 
-constexpr int kLookParts = 32;    // warps that share a first look; eight for every 16K tokens
+constexpr int kLookParts = 4;     // blocks that share a first look; one for every 16K tokens
 
-__device__ __forceinline__ int look_parts(int n) { return n == 0 ? 0 : min(kLookParts, 8 * (1 + n / 16384)); }
+__device__ __forceinline__ int look_parts(int n) { return n == 0 ? 0 : min(kLookParts, 1 + n / 16384); }
 
 // The scan keeps 8 bits of a log-code: 0 excludes the token, c stands for 32 (c - kCodeZero), an eighth of an octave a step, from 2^-24
 // to 2^8 times a head's whole mass. q only shapes the inclusion probabilities, so a coarse one is as fair.
@@ -19,7 +19,7 @@ struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV
   uint8_t* codes;                 // [P, max_units * kUnit]
   float* unit_mass;               // [P, max_units, group] log2 of what the unit's keys weigh
   Queue queue;
-  Progress progress;              // [P] of the scan and, second, the parts of the first look that are done
+  Progress progress;              // [P] of the scan and, second, the blocks of the first look that are done
   const int64_t* exp2;            // [256] round(2^43 * 2^(f / 256))
   int* rate;                      // [P] lambda in log-codes (written for whoever wants to know)
   int4* sample;                   // [P, max_samples] (token, its row in the cache, inclusion probability as float, 0)
@@ -27,7 +27,9 @@ struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV
   int max_samples;
 };
 
-cudaError_t score_codes(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, int blocks, cudaStream_t);
+cudaError_t look(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, cudaStream_t);
+cudaError_t score_codes(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, int blocks, cudaStream_t,
+                        bool overlap);
 cudaError_t sample_rows(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, void* out, float* lse, cudaStream_t,
                         bool overlap);
 

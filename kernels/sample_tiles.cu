@@ -20,10 +20,10 @@ struct WarpTile {
 };
 constexpr int kTileBytes = kTileWarps * int(sizeof(WarpTile));
 
-// A head's largest exponent in a run of units. By one warp.
+// Largest exponent of a run of units. By one warp.
 __device__ int largest_exponent(const int2* unit, int first, int last) {
   int top = kNoExponent;
-  for (int u = first + threadIdx.x % 32; u < last; u += 32) top = max(top, __ldcg(unit + int64_t(u) * kGroup).x);
+  for (int u = first + threadIdx.x % 32; u < last; u += 32) top = max(top, __ldcg(unit + u).x);
   return __reduce_max_sync(kAll, top);
 }
 
@@ -32,11 +32,10 @@ struct HeadTile {
   int2 unit;
   uint4 words;
 
-  __device__ __forceinline__ void load(const Stash& stash, int64_t pair, int head, int max_units, int units, int tile) {
+  __device__ __forceinline__ void load(const Stash& stash, int64_t head_row, int max_units, int units, int tile) {
     const int lane = threadIdx.x % 32, u = tile * kTileUnits + lane / 8;
-    const uint16_t* weight = stash.weight_of(pair, max_units) + stash.token_at(head, u, max_units);
-    unit = u < units ? __ldcg(stash.unit + (pair * max_units + u) * kGroup + head) : make_int2(kNoExponent, 0);
-    words = u < units ? __ldcg(reinterpret_cast<const uint4*>(weight) + lane % 8) : uint4{};
+    unit = u < units ? __ldcg(stash.unit + head_row * max_units + u) : make_int2(kNoExponent, 0);
+    words = u < units ? __ldcg(reinterpret_cast<const uint4*>(stash.weight + (head_row * max_units + u) * kUnit + lane % 8 * 8)) : uint4{};
   }
 
   // The head's copies, as weights relative to 2^reference. Returns the tokens drawn as bits; adds the tile's mass, in units of
@@ -92,7 +91,7 @@ __device__ void sample_pair(const Batch& batch, const Pages& pages, const Stash&
   stash.progress.wait(pair, units);
 
   for (int h = warp; h < kGroup; h += kTileWarps) {
-    const int top = largest_exponent(stash.unit + pair * batch.max_units * kGroup + h, first * kTileUnits, min(units, last * kTileUnits));
+    const int top = largest_exponent(stash.unit + (pair * kGroup + h) * batch.max_units, first * kTileUnits, min(units, last * kTileUnits));
     if (lane == 0) reference[h] = top;
   }
   __syncthreads();
@@ -108,7 +107,7 @@ __device__ void sample_pair(const Batch& batch, const Pages& pages, const Stash&
     for (int start = 0; start < kGroup; start += kAtOnce) {
       HeadTile heads[kAtOnce];
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) heads[k].load(stash, pair, start + k, batch.max_units, units, tile);
+      for (int k = 0; k < kAtOnce; ++k) heads[k].load(stash, pair * kGroup + start + k, batch.max_units, units, tile);
 #pragma unroll
       for (int k = 0; k < kAtOnce; ++k) {
         const int h = start + k;
@@ -184,7 +183,7 @@ __device__ void sample_pair(const Batch& batch, const Pages& pages, const Stash&
     if (lane == 0) {
       top[h] = highest;
       inverse[h] = highest == kNotFinite ? NAN : sum > 0 ? float(1 / sum) : 0.f;
-      if (lse) lse[pair * kGroup + h] = highest == kNotFinite ? NAN : sum > 0 ? log2f(float(sum)) + float(highest - 20 - kTokenBits) : -INFINITY;
+      if (lse) lse[pair * kGroup + h] = highest == kNotFinite ? NAN : sum > 0 ? log2f(float(sum)) + float(highest - 36) : -INFINITY;
     }
   }
   __syncthreads();

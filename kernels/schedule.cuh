@@ -115,10 +115,9 @@ struct Queue {
 struct Progress {
   int2* pair;
 
-  __device__ __forceinline__ static bool reached(const int* counter, int value) {
+  __device__ __forceinline__ static void wait_for(const int* counter, int value) {
     int seen;
-    asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    return seen >= value;
+    do asm volatile("ld.acquire.gpu.s32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory"); while (seen < value);
   }
 
   // By one thread that knows of the others' stores.
@@ -128,8 +127,7 @@ struct Progress {
   }
   // Waits until all units are done. By all threads; needs every block of the scan to be running.
   __device__ void wait(int64_t which, int units) const {
-    if (threadIdx.x == 0)
-      while (!reached(&pair[which].x, units)) {}
+    if (threadIdx.x == 0) wait_for(&pair[which].x, units);
     __syncthreads();
   }
   // By one thread of each of the `readers` blocks that have waited.

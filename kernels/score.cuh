@@ -8,11 +8,10 @@
 
 namespace santa {
 
-// Few workers with deep rings: they reach the memory's speed and leave half of the registers to the next kernel's blocks, which then
-// start while the scan ends. One warp more schedules.
-constexpr int kScoreWarps = 4, kScoreThreads = 32 * (kScoreWarps + 1);
+// Few warps with deep rings: they reach the memory's speed and leave half of the registers to the next kernel's blocks, which then
+// start while the scan ends.
+constexpr int kScoreWarps = 4, kScoreThreads = 32 * kScoreWarps;
 constexpr int kScoreBlocks = 2;                           // blocks a multiprocessor holds
-constexpr int kScoreBound = kHeadDim * kGroup <= 1024 && kGroup <= 8 ? 4 : kScoreBlocks;      // its registers would do for: room for the next kernel's
 constexpr int kRowParts = kHeadDim == 256 ? 2 : 1;                          // steps a tile of 16 keys is read in
 constexpr int kStepTiles = kHeadDim == 64 ? 2 : 1;                          // tiles read in one step
 constexpr int kSteps = 4 * kRowParts / kStepTiles;                          // of a unit
@@ -58,11 +57,11 @@ struct UnitDots {
 struct StepQuery {
   uint32_t word[kColumns][kHeadDim / 16][2];
 
-  __device__ __forceinline__ void load(const Half* q, int stride, int lane) {       // q: [kGroup, stride] of this row and KV head
+  __device__ void load(const Half* q, int lane) {    // q: [kGroup, head_dim] of this row and KV head
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       const int head = 8 * j + lane / 4;
-      const uint32_t* words = reinterpret_cast<const uint32_t*>(q + head * stride) + lane % 4;
+      const uint32_t* words = reinterpret_cast<const uint32_t*>(q + int64_t(head) * kHeadDim) + lane % 4;
 #pragma unroll
       for (int k = 0; k < kHeadDim / 16; ++k)
 #pragma unroll
@@ -169,110 +168,58 @@ __device__ __forceinline__ void run_steps(KeyRing& ring, UnitDots& dots, const S
   }
 }
 
-// The chunks a block is at work on, in shared memory. The scheduler, a warp of its own, fetches chunks and what belongs to them ahead of the
-// workers and tidies up behind them, so that workers wait for nothing but keys, and not for each other.
-template <class Epilogue>
+// The chunks a block is at work on, in shared memory; several, because its warps do not wait for each other. The first warp to take from
+// a chunk asks for the next; the last one out of it tidies up after it.
 struct ChunkSlots {
-  static constexpr int kSlots = kGroup * kHeadDim > 512 ? 2 : 4;
-  static constexpr int kStride = kHeadDim + 8;                  // of queries: workers read them without bank conflicts
+  static constexpr int kSlots = 8, kAheadOfTidy = 5;
+  Segment segment[kSlots];     // of the block's chunk number i, in slot i % kSlots; row -1: there are no more
+  int taken[kSlots];           // of its units
+  int finished[kSlots];        // warps that are through with it
+  volatile int known, tidy;    // chunks asked for, and tidied up
 
-  Segment segment[kSlots];           // of the block's chunk number i, in slot i % kSlots; row -1: there are no more
-  __align__(16) Half query[kSlots][kGroup * kStride];
-  typename Epilogue::Chunk chunk[kSlots];
-  int taken[kSlots];                 // of its units
-  int finished[kSlots];              // workers that are through with it
-  int known, ready;                  // chunks with their segment, and with all that belongs to them
+  // By one thread.
+  __device__ void put(const Chunks& chunks, int index, int chunk) {
+    if (chunk < chunks.count) segment[index % kSlots] = chunks.at(chunk); else segment[index % kSlots].row = -1;
+    __threadfence_block();
+    known = index + 1;
+  }
 };
 
-struct Unit {                        // a worker's: the block's chunk, and the unit of its row
-  static constexpr int kNone = -1, kEnd = -2;
+struct Unit {                  // a warp's: the block's chunk, and the unit of its row, -1 for none
   int chunk, unit;
 };
 
 // A block's work, as one of its warps goes through it.
 //
-// Epilogue. For the scheduler: work_ahead() does one more piece of what all blocks' chunks wait for, false if that was the last;
-// available(segment), whether prepare(segment, chunk) need not wait; tidy(pair, chunk), once all workers are through.
-// For workers: enter(segment, chunk) a chunk; add(dots, tile, result) as a unit's tiles come, and (unit, dots, result) at its end.
+// Epilogue: begin(segment, parity) when a warp enters a chunk, parity 0 and 1 in turns; add(dots, tile, result) as a unit's tiles come, and
+// (unit, dots, result) at its end; end(pair, parity) by one warp, once all are through with a chunk. What a chunk's warps share is kept
+// twice: none enters a chunk before the one two before it is tidied up.
 template <class Epilogue>
 struct Scan {
-  using Slots = ChunkSlots<Epilogue>;
   const Batch& batch;
   const Pages& pages;
   const Half* q;
   const Chunks& chunks;
   const Queue& queue;
   const Progress& progress;
-  Slots& slots;
+  ChunkSlots& slots;
   Epilogue& epilogue;
-  int open = 0, left = 0;            // the chunk this worker takes from, and the first it has not left
+  KeyRing ring;
+  int open = 0, left = 0;      // the chunk this warp takes from, and the first it has not left
 
-  __device__ __forceinline__ const Segment& segment(int chunk) const { return slots.segment[chunk % Slots::kSlots]; }
-  __device__ __forceinline__ int64_t pair_of(const Segment& s) const { return int64_t(s.row) * batch.kv_heads + s.head; }
-  __device__ __forceinline__ static int seen(const int& shared) { return *const_cast<const volatile int*>(&shared); }
+  __device__ __forceinline__ const Segment& segment(int chunk) const { return slots.segment[chunk % ChunkSlots::kSlots]; }
 
-  __device__ void schedule() {
-    const int lane = threadIdx.x % 32;
-    int chunk = blockIdx.x, known = 0, ready = 0, tidy = 0;
-    for (bool more = true, ahead = true; more || ahead || tidy < known;) {
-      if (more && known - tidy < Slots::kSlots) {
-        const int slot = known % Slots::kSlots;
-        more = chunk < chunks.count;
-        if (lane == 0) {
-          if (more) slots.segment[slot] = chunks.at(chunk); else slots.segment[slot].row = -1;
-          __threadfence_block();
-          *const_cast<volatile int*>(&slots.known) = known + 1;
-          if (more) chunk = queue.take(chunks.count);
-        }
-        __syncwarp();
-        if (more) {
-          const Half* from = q + pair_of(segment(known)) * (kGroup * kHeadDim);
-          const uint32_t to = uint32_t(__cvta_generic_to_shared(slots.query[slot]));
-          for (int i = lane; i < kGroup * kHeadDim / 8; i += 32)
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                             to + (i / (kHeadDim / 8) * Slots::kStride + i % (kHeadDim / 8) * 8) * int(sizeof(Half))),
-                         "l"(from + i * 8)
-                         : "memory");
-          ++known;
-        }
-        chunk = __shfl_sync(kAll, chunk, 0);
-      }
-      if (ahead) ahead = epilogue.work_ahead();
-      if (ready < known && __all_sync(kAll, epilogue.available(segment(ready)))) {
-        epilogue.prepare(segment(ready), slots.chunk[ready % Slots::kSlots]);
-        ++ready;
-        asm volatile("cp.async.wait_all;" ::: "memory");           // for the query
-        __syncwarp();
-        if (lane == 0) {
-          __threadfence_block();
-          *const_cast<volatile int*>(&slots.ready) = ready;
-        }
-      }
-      if (tidy < ready && __all_sync(kAll, seen(slots.finished[tidy % Slots::kSlots]) == kScoreWarps)) {
-        __threadfence_block();
-        const int slot = tidy % Slots::kSlots;
-        const Segment s = slots.segment[slot];
-        epilogue.tidy(pair_of(s), slots.chunk[slot]);
-        __syncwarp();
-        if (lane == 0) {
-          progress.add(pair_of(s), s.last - s.first);
-          slots.taken[slot] = slots.finished[slot] = 0;
-        }
-        ++tidy;
-      }
-    }
-  }
-
-  // The next unit. None where only chunks that this worker has not left keep the scheduler from fetching more.
+  // The next unit. None where there are no more, and where the block would run too far ahead of its slowest warp.
   __device__ __forceinline__ Unit take() {
-    int unit = Unit::kNone;
+    int unit = -1;
     if (threadIdx.x % 32 == 0)
-      for (; open - left < Slots::kSlots; ++open) {
-        while (seen(slots.known) <= open) {}
+      for (;; ++open) {
+        while (slots.known <= open) {}
         __threadfence_block();
         const Segment& s = segment(open);
-        if (s.row < 0) { unit = Unit::kEnd; break; }
-        const int count = atomicAdd(&slots.taken[open % Slots::kSlots], 1);
+        if (s.row < 0 || slots.tidy < open - ChunkSlots::kAheadOfTidy) break;
+        const int count = atomicAdd(&slots.taken[open % ChunkSlots::kSlots], 1);
+        if (count == 0) slots.put(chunks, open + 1, queue.take(chunks.count));
         if (s.first + count < s.last) { unit = s.first + count; break; }
       }
     open = __shfl_sync(kAll, open, 0);
@@ -286,33 +233,45 @@ struct Scan {
   __device__ __forceinline__ int block_of(Unit u) const {
     return u.unit < 0 ? 0 : batch.block_table[segment(u.chunk).row * batch.table_stride + tile_token(u) / pages.block_size];
   }
-  // Whatever it is where there is no unit, it is not read.
   __device__ __forceinline__ const Half* keys_of(Unit u, int block) const {
     return static_cast<const Half*>(pages.kv) + block * pages.page_stride +
            (int64_t(segment(u.chunk).head) * pages.block_size + tile_token(u) % pages.block_size) * (2 * kHeadDim);
   }
 
-  __device__ __forceinline__ void leave_chunks_before(int chunk) {
-    if (left == chunk) return;
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
+  __device__ void leave_chunks_before(int chunk) {
+    for (; left < chunk; ++left) {
+      const int slot = left % ChunkSlots::kSlots;
+      int others = 0;
       __threadfence_block();
-      for (int i = left; i < chunk; ++i) atomicAdd(&slots.finished[i % Slots::kSlots], 1);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) others = atomicAdd(&slots.finished[slot], 1);
+      if (__shfl_sync(kAll, others, 0) < kScoreWarps - 1) continue;
+      __threadfence_block();
+      const Segment s = slots.segment[slot];
+      const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
+      epilogue.end(pair, left % 2);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        progress.add(pair, s.last - s.first);
+        slots.taken[slot] = slots.finished[slot] = 0;
+        __threadfence_block();
+        slots.tidy = left + 1;
+      }
+      __syncwarp();
     }
-    left = chunk;
   }
 
-  __device__ void work(KeyRing ring) {
-    Unit unit{0, Unit::kNone}, next{0, Unit::kNone};
+  __device__ void run() {
+    Unit unit{0, -1}, next{0, -1};
     const Half* keys = nullptr;
     int next_block = 0, entered = -1;
     StepQuery query;
     for (;;) {
-      if (unit.unit < 0) {           // at the start, at the end, and where others have to catch up
+      if (unit.unit < 0) {     // at the start, at the end, and where others have to catch up
+        leave_chunks_before(open);
         unit = take();
         if (unit.unit < 0) {
-          leave_chunks_before(open);
-          if (unit.unit == Unit::kEnd) break;
+          if (unit.chunk == left && segment(left).row < 0) break;
           continue;
         }
         keys = keys_of(unit, block_of(unit));
@@ -324,10 +283,10 @@ struct Scan {
       if (unit.chunk != entered) {
         entered = unit.chunk;
         leave_chunks_before(entered);
-        while (seen(slots.ready) <= entered) {}
+        while (slots.tidy < entered - 1) {}
         __threadfence_block();
-        epilogue.enter(s, slots.chunk[entered % Slots::kSlots]);
-        query.load(slots.query[entered % Slots::kSlots], Slots::kStride, threadIdx.x % 32);
+        epilogue.begin(s, entered % 2);
+        query.load(q + (int64_t(s.row) * batch.kv_heads + s.head) * kGroup * kHeadDim, threadIdx.x % 32);
       }
       const Half* following = keys_of(next, next_block);
       const Unit after = take();
@@ -340,7 +299,7 @@ struct Scan {
       keys = following;
       unit = next;
       next = after;
-      if (unit.unit < 0 && next.unit >= 0) {         // others caught up in between
+      if (unit.unit < 0 && next.unit >= 0) {   // others caught up in between
         unit = next;
         keys = keys_of(unit, next_block);
         first_requests<0>(ring, keys);
@@ -356,15 +315,17 @@ struct Scan {
   }
 };
 
-// shared: [kRingBytes].
 template <class Epilogue>
-__device__ void scan_keys(const Batch& batch, const Pages& pages, const Half* q, const Chunks& chunks, char* shared,
-                          ChunkSlots<Epilogue>& slots, const Queue& queue, const Progress& progress, Epilogue& epilogue) {
-  if (threadIdx.x < ChunkSlots<Epilogue>::kSlots) slots.taken[threadIdx.x] = slots.finished[threadIdx.x] = 0;
-  if (threadIdx.x == 0) slots.known = slots.ready = 0;
+__device__ void scan_keys(const Batch& batch, const Pages& pages, const Half* q, const Chunks& chunks, char* shared, const Queue& queue,
+                          const Progress& progress, Epilogue& epilogue) {
+  __shared__ ChunkSlots slots;
+  if (threadIdx.x < ChunkSlots::kSlots) slots.taken[threadIdx.x] = slots.finished[threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    slots.tidy = 0;
+    slots.put(chunks, 0, blockIdx.x);
+  }
   __syncthreads();
-  Scan<Epilogue> scan{batch, pages, q, chunks, queue, progress, slots, epilogue};
-  if (threadIdx.x / 32 == kScoreWarps) scan.schedule(); else scan.work(KeyRing(shared));
+  Scan<Epilogue>{batch, pages, q, chunks, queue, progress, slots, epilogue, KeyRing(shared)}.run();
   __syncthreads();
   if (threadIdx.x == 0) queue.leave();
 }

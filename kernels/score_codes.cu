@@ -1,66 +1,45 @@
-// pps, stage 1: the K scan that leaves one 8-bit log-code per key and KV head, its histogram, and each head's exact mass.
+// pps, stage 2: the K scan that leaves one 8-bit log-code per key and KV head, its histogram, and each head's exact mass.
 //
-// q = sum over heads of 2^(x - norm), norm a first estimate of the head's log2-sum-exp, which the schedulers of all blocks make together
-// while the first keys are on their way. It only shapes the inclusion probabilities: any positive q is fair, and the exact
-// log2-sum-exp is summed here, relative to the estimate.
-#include "look.cuh"
+// q = sum over heads of 2^(x - norm), norm a first estimate of the head's log2-sum-exp (look.cu). It only shapes the inclusion
+// probabilities: any positive q is fair, and the exact log2-sum-exp is summed here, relative to the estimate.
+#include "pps.cuh"
 #include "score.cuh"
 
 namespace santa {
 
 struct CodeEpilogue {
-  struct Chunk {
-    float norm[8 * kColumns];      // of the heads; +inf past the group: they weigh nothing
-    unsigned histogram[kByteCodes];
-  };
-
   const Batch& batch;
-  const Pages& pages;
   const Scores& scores;
-  const Half* q;
   const PpsBuffers& out;
+  unsigned* histograms;            // [2, kByteCodes] in shared memory: of this block's share of the segment
   int lane;
-  int task;                        // the next of this block's shares of the first looks: row, KV head, part
-  float norm[kHeadSlots];
+  float norm[kHeadSlots];          // +inf for heads past the group: they weigh nothing
   uint8_t* codes;
   float* mass;
   unsigned* histogram;
 
-  __device__ int64_t pair_of(const Segment& s) const { return int64_t(s.row) * batch.kv_heads + s.head; }
-
-  __device__ __forceinline__ bool work_ahead() {
-    const int tasks = batch.rows * batch.kv_heads * kLookParts;
-    for (; task < tasks; task += gridDim.x) {
-      const int pair = task / kLookParts, part = task % kLookParts, row = pair / batch.kv_heads, n = batch.length(row);
-      if (part >= look_parts(n)) continue;
-      look_at(batch, pages, scores, q, out, row, pair % batch.kv_heads, n, part);
-      task += gridDim.x;
-      break;
-    }
-    return task < tasks;
-  }
-
-  __device__ bool available(const Segment& s) const { return Progress::reached(&out.progress.pair[pair_of(s)].y, look_parts(s.length)); }
-
-  __device__ void prepare(const Segment& s, Chunk& chunk) const {
-    if (lane >= kGroup && lane < 8 * kColumns) chunk.norm[lane] = INFINITY;
-    finish_look(out.look + pair_of(s) * (kLookParts * kGroup), s.length, chunk.norm);
-  }
-
-  __device__ void tidy(int64_t pair, Chunk& chunk) const {
-    for (int b = lane; b < kByteCodes; b += 32) {
-      const unsigned count = chunk.histogram[b];
-      if (count) atomicAdd(out.histogram + pair * kByteCodes + b, count);
-      chunk.histogram[b] = 0;
-    }
-  }
-
-  __device__ __forceinline__ void enter(const Segment& s, Chunk& chunk) {
-    histogram = chunk.histogram;
+  __device__ void begin(const Segment& s, int parity) {
+    histogram = histograms + parity * kByteCodes;
+    const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
+    Progress::wait_for(&out.progress.pair[pair].y, look_parts(s.length));
 #pragma unroll
-    for (int h = 0; h < kHeadSlots; ++h) norm[h] = chunk.norm[head_of(h, lane)];
-    codes = out.codes + pair_of(s) * batch.max_units * kUnit;
-    mass = out.unit_mass + pair_of(s) * batch.max_units * kGroup;
+    for (int h = 0; h < kHeadSlots; ++h) {
+      norm[h] = INFINITY;
+      if (head_of(h, lane) >= kGroup) continue;
+      const float2* look = out.look + pair * kLookParts * kGroup + head_of(h, lane);
+      float top = -1e30f, sum = 0.f;
+      float2 part[kLookParts];
+#pragma unroll
+      for (int p = 0; p < kLookParts; ++p) {
+        part[p] = p < look_parts(s.length) ? __ldcg(look + p * kGroup) : float2{-1e30f, 0.f};
+        top = fmaxf(top, part[p].x);
+      }
+#pragma unroll
+      for (int p = 0; p < kLookParts; ++p) sum += part[p].y * exp2_fast(part[p].x - top);
+      norm[h] = sum > 0.f && sum < INFINITY ? top + log2_fast(sum) : 0.f;
+    }
+    codes = out.codes + pair * batch.max_units * kUnit;
+    mass = out.unit_mass + pair * batch.max_units * kGroup;
   }
 
   struct Unit {                    // of this lane's tokens: q so far, and per head the sum of 2^(x - norm)
@@ -133,25 +112,33 @@ struct CodeEpilogue {
       for (int i = 0; i < 8; ++i) sum[h] += u.x[i][h];
     }
   }
+
+  __device__ void end(int64_t pair, int parity) const {
+    for (int b = lane; b < kByteCodes; b += 32) {
+      unsigned& count = histograms[parity * kByteCodes + b];
+      if (count) atomicAdd(out.histogram + pair * kByteCodes + b, count);
+      count = 0;
+    }
+  }
 };
 
-__global__ void __launch_bounds__(kScoreThreads, kScoreBound)
+__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
     score_codes_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers out) {
   extern __shared__ __align__(128) char shared[];
   int* before = reinterpret_cast<int*>(shared + kRingBytes);
-  __shared__ ChunkSlots<CodeEpilogue> slots;
-  for (auto& chunk : slots.chunk)
-    for (int b = threadIdx.x; b < kByteCodes; b += kScoreThreads) chunk.histogram[b] = 0;
+  __shared__ unsigned histograms[2 * kByteCodes];
+  for (int b = threadIdx.x; b < 2 * kByteCodes; b += kScoreThreads) histograms[b] = 0;
   const Chunks chunks = Chunks::make<kScoreThreads>(batch, before);
   launch_next();
-  CodeEpilogue epilogue{batch, pages, scores, q, out, int(threadIdx.x % 32), int(blockIdx.x)};
-  scan_keys(batch, pages, q, chunks, shared, slots, out.queue, out.progress, epilogue);
+  CodeEpilogue epilogue{batch, scores, out, histograms, int(threadIdx.x % 32)};
+  scan_keys(batch, pages, q, chunks, shared, out.queue, out.progress, epilogue);
+  if (blockIdx.x == 0) wait_previous();              // this kernel ends after the one before
 }
 
 cudaError_t score_codes(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const PpsBuffers& out, int blocks,
-                        cudaStream_t stream) {
+                        cudaStream_t stream, bool overlap) {
   return launch_side_by_side(score_codes_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int),
-                             stream, false, batch, pages, scores, static_cast<const Half*>(q), out);
+                             stream, overlap, batch, pages, scores, static_cast<const Half*>(q), out);
 }
 
 }  // namespace santa

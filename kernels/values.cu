@@ -8,7 +8,7 @@ namespace santa {
 
 void values(TensorView q, TensorView kv, TensorView block_table, TensorView seq_lens, TensorView method, TensorView budget, TensorView seed,
             TensorView out, ffi::Optional<TensorView> lse, TensorView weight, TensorView unit, TensorView queue, TensorView progress,
-            TensorView drawn, TensorView partial, TensorView done, TensorView tile_partial, TensorView tile_done, TensorView tile_mass, double scale,
+            TensorView partial, TensorView done, TensorView tile_partial, TensorView tile_done, TensorView tile_mass, double scale,
             double soft_cap, int64_t methods, int64_t layer, int64_t head_offset) {
   const DLDevice device = q.device();
   ffi::CUDADeviceGuard guard(device.device_id);
@@ -23,9 +23,7 @@ void values(TensorView q, TensorView kv, TensorView block_table, TensorView seq_
   points.methods &= ~(1u << kFlash);
   tiles.methods &= 1u << kFlash;
   if (points.methods)
-    check(sample_points(points, pages, scores, q.data_ptr(), stash, merge, data<int>(drawn), int(drawn.size(2)), out.data_ptr(), data<float>(lse),
-                        stream, overlaps(device)),
-          "sample_points");
+    check(sample_points(points, pages, stash, merge, out.data_ptr(), data<float>(lse), stream, overlaps(device)), "sample_points");
   if (tiles.methods) {
     const TileMerge tile_merge{{data<float>(tile_partial), data<int>(tile_done), int(tile_partial.size(2))}, data<int2>(tile_mass)};
     check(sample_tiles(tiles, pages, stash, tile_merge, out.data_ptr(), data<float>(lse), stream, overlaps(device)), "sample_tiles");

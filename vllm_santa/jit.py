@@ -47,7 +47,7 @@ def kernel_folder() -> Path:
 
 
 SANTA_SOURCES = (
-    "pps.cu", "score_codes.cu", "sample_rows.cu", "values.cu", "score_values.cu", "sample_points.cu", "sample_tiles.cu",
+    "pps.cu", "look.cu", "score_codes.cu", "sample_rows.cu", "values.cu", "score_values.cu", "sample_points.cu", "sample_tiles.cu",
 )  # fmt: skip
 SSA_SOURCES = (
     "ssa.cu", "ssa_tables.cu", "ssa_score.cu", "ssa_mix.cu", "ssa_place.cu", "ssa_fixed.cu", "ssa_gather.cu",

@@ -19,8 +19,6 @@ CHUNK = 8192
 """Tokens one block of a placement covers."""
 BYTE_CODES, CODE_ZERO, CODE_STEP = 256, 192, 32
 """pps keeps a log-code in a byte c: 0 excludes the token, others stand for CODE_STEP * (c - CODE_ZERO)."""
-LOOK_PARTS = 32
-"""The most warps that share the first look at a row and KV head."""
 DRAWS = 128
 """Draws a block of the value samplers takes at a time."""
 
@@ -73,7 +71,7 @@ class PpsWorkspace:
             return torch.empty(size, dtype=dtype, device=device)
 
         pair = (rows, kv_heads)
-        self.look = empty(*pair, LOOK_PARTS, shape.group, 2)
+        self.look = empty(*pair, 4, shape.group, 2)
         self.histogram = empty(*pair, BYTE_CODES, dtype=torch.int32)
         self.codes = empty(*pair, units * UNIT, dtype=torch.uint8)
         self.unit_mass = empty(*pair, units, shape.group)
@@ -91,20 +89,16 @@ class PpsWorkspace:
 
 
 class ValuesWorkspace:
-    """Device buffers of the value samplers for up to `rows` rows of `max_context` tokens and budgets up to `max_budget` draws per head.
-
-    Of interest afterwards: `drawn`, the token of every draw of `santa strat sys prop`, -1 for none.
-    """
+    """Device buffers of the value samplers for up to `rows` rows of `max_context` tokens and budgets up to `max_budget` draws per head."""
 
     def __init__(self, rows: int, kv_heads: int, shape: Shape, max_context: int, max_budget: int, device: torch.device | str = "cuda"):
         self.shape, self.max_context, self.max_budget = shape, max_context, max_budget
         head = (rows, kv_heads * shape.group)
         units, splits = -(-max_context // UNIT), max(1, min(64, -(-max_budget // DRAWS), 1024 // (head[0] * head[1])))
         self.weight = torch.empty(*head, units * UNIT, dtype=torch.int16, device=device)
-        self.unit = torch.empty(rows, kv_heads, units, shape.group, 2, dtype=torch.int32, device=device)
+        self.unit = torch.empty(*head, units, 2, dtype=torch.int32, device=device)
         self.queue = torch.zeros(2, dtype=torch.int32, device=device)
         self.progress = torch.zeros(rows, kv_heads, 2, dtype=torch.int32, device=device)
-        self.drawn = torch.empty(*head, max_budget, dtype=torch.int32, device=device)
         self.partial = torch.empty(*head, splits, shape.head_dim, device=device)
         self.done = torch.zeros(head, dtype=torch.int32, device=device)
         pair, tile_splits = (rows, kv_heads), max(1, min(64, -(-max_context // (8 * FLASH_TILE)), 1024 // (rows * kv_heads)))
@@ -115,8 +109,7 @@ class ValuesWorkspace:
     def buffers(self) -> tuple[Tensor, ...]:
         """In the order the kernels take them."""
         return (
-            self.weight, self.unit, self.queue, self.progress, self.drawn, self.partial, self.done, self.tile_partial, self.tile_done,
-            self.tile_mass,
+            self.weight, self.unit, self.queue, self.progress, self.partial, self.done, self.tile_partial, self.tile_done, self.tile_mass,
         )  # fmt: skip
 
 
