@@ -17,12 +17,14 @@ constexpr int kPieceTokens = 8;                      // codes of one load
 constexpr int kMaxPieces = 4;                        // of a thread at a time
 constexpr int kTileTokens = kRowsThreads * kMaxPieces * kPieceTokens;
 constexpr int kListed = 512;                         // a block's samples beyond these are read back from global memory
-constexpr int kMaxCluster = 16;
+constexpr int kMaxCluster = 16, kMostBlocks = 512;
 constexpr int kTileRows = 8;                         // rows a warp reads at a time
 constexpr int kValueLoads = kTileRows / kRowsAtOnce;
-// Registers of a lane's keys, V rows, sums and queries: where they allow it, V is read beside K, not after it.
-constexpr int kRowRegisters = 4 * kPieces + 4 * kValueLoads + 8 * kGroup + 4 * kColumns * kPieces;
-constexpr bool kValuesEarly = kRowRegisters <= 200;
+// Registers of a lane's keys, sums and queries: where they allow it, two blocks to a multiprocessor, so that one fits beside the scan's.
+// And where V rows leave it at that, V is read beside K, not after it.
+constexpr int kRowRegisters = 4 * kPieces + 8 * kGroup + 4 * kColumns * kPieces;
+constexpr int kRowsBlocks = kRowRegisters <= 112 ? 2 : 1;
+constexpr bool kValuesEarly = kRowRegisters + 4 * kValueLoads <= (kRowsBlocks == 2 ? 112 : 200);
 constexpr int kOutSize = kGroup * kHeadDim, kQuads = kOutSize / 4;
 constexpr int kPartsBytes = kRowsWarps * kOutSize * int(sizeof(float));
 constexpr int kListBytes = kPartsBytes > kListed * 16 ? kPartsBytes : kListed * 16;
@@ -119,7 +121,7 @@ struct RowTile {
   }
 };
 
-__global__ void __launch_bounds__(kRowsThreads, kRowRegisters <= 112 ? 2 : 1)
+__global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
     sample_rows_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers buffers, Half* out, float* lse_out) {
   __shared__ int64_t double_exp2[256], inclusion[kByteCodes], scratch[kRowsWarps];
   __shared__ int64_t slice_sum[kMaxCluster];         // of every block's slice: written by that block
@@ -308,11 +310,11 @@ __global__ void __launch_bounds__(kRowsThreads, kRowRegisters <= 112 ? 2 : 1)
   if (first_block) wait_previous();
 }
 
-// Blocks that share a row and KV head: as many as keep a thread's run in registers and fill the GPU, within what the device can run.
+// Blocks that share a row and KV head: as many as fill the GPU. The rows' lengths, of which the host knows only the limit, don't count.
 int cluster_size(const Batch& batch, int most) {
-  const int64_t tokens = int64_t(batch.max_units) * kUnit, pairs = int64_t(batch.rows) * batch.kv_heads;
+  const int64_t pairs = int64_t(batch.rows) * batch.kv_heads;
   int size = 1;
-  while (size < most && tokens > int64_t(size) * 1024 && (tokens > int64_t(size) * kTileTokens || pairs * size < 128)) size *= 2;
+  while (size < most && pairs * (2 * size) <= kMostBlocks) size *= 2;
   return size;
 }
 

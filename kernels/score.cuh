@@ -12,6 +12,8 @@ namespace santa {
 // start while the scan ends.
 constexpr int kScoreWarps = 4, kScoreThreads = 32 * kScoreWarps;
 constexpr int kScoreBlocks = 2;                           // blocks a multiprocessor holds
+// Of which its registers would do for: the half that these leave is what the next kernel's blocks take.
+constexpr int kScoreBound = kHeadDim * kGroup <= 1024 ? 2 * kScoreBlocks : kScoreBlocks;
 constexpr int kRowParts = kHeadDim == 256 ? 2 : 1;                          // steps a tile of 16 keys is read in
 constexpr int kStepTiles = kHeadDim == 64 ? 2 : 1;                          // tiles read in one step
 constexpr int kSteps = 4 * kRowParts / kStepTiles;                          // of a unit

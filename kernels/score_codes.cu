@@ -122,7 +122,7 @@ struct CodeEpilogue {
   }
 };
 
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
+__global__ void __launch_bounds__(kScoreThreads, kScoreBound)
     score_codes_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers out) {
   extern __shared__ __align__(128) char shared[];
   int* before = reinterpret_cast<int*>(shared + kRingBytes);

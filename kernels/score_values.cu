@@ -46,7 +46,7 @@ struct ValueEpilogue {
   __device__ void end(int64_t, int) const {}
 };
 
-__global__ void __launch_bounds__(kScoreThreads, kScoreBlocks)
+__global__ void __launch_bounds__(kScoreThreads, kScoreBound)
     score_values_kernel(Batch batch, Pages pages, Scores scores, const Half* q, Stash out) {
   extern __shared__ __align__(128) char shared[];
   int* before = reinterpret_cast<int*>(shared + kRingBytes);

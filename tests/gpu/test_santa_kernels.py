@@ -257,6 +257,18 @@ def test_runs_repeat_bit_for_bit(method: Method) -> None:
     assert not run(replace(batch, rows=other))[0].equal(first)
 
 
+@pytest.mark.parametrize("method", [Method.pps, Method.prop, Method.flash], ids=lambda method: method.name)
+def test_hundreds_of_ragged_rows_match_each_row_alone(method: Method) -> None:
+    contexts = [(37 * i) % 1500 for i in range(300)] + [60000]
+    batch = make_batch(SHAPES[0], method, 40, contexts)
+    run = run_pps if method == Method.pps else run_values
+    output = run(batch)[0]
+    for row in (1, 150, 299, 300):
+        rows = {name: getattr(batch.rows, name)[row : row + 1] for name in ("block_table", "seq_lens", "method", "budget", "seed")}
+        single = Batch(batch.shape, batch.query[row : row + 1], batch.kv, ops.Rows(**rows), batch.layer)
+        assert_close(output[row], run(single)[0][0].double(), batch.shape.dtype)
+
+
 def test_a_captured_graph_follows_its_buffers() -> None:
     batch = make_batch(SHAPES[0], Method.pps, 100, [12000, 3000])
     expected_long, _, workspace = run_pps(batch)
