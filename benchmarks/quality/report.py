@@ -33,7 +33,7 @@ OTHERS = (
 )
 COLOURS = dict(zip((*VALUE_METHODS, *SELECTIONS), plt.get_cmap("tab10").colors, strict=True))
 COLOURS[SHRUNK] = COLOURS["ssa"]
-PANELS = 4
+PANELS = 3
 """In a row of a picture."""
 LABELS = {"sys": "sys, prop", "ssa": "ssa (ours, adaptive)", "pps": "pps (ours)", "oracle_topk": "oracle top-k", "topk": "top-k (PQ)"}
 
