@@ -37,7 +37,7 @@ class ErrorMeter:
         """layers: those that read sparsely. over_ranks: sum over tensor-parallel ranks, which have other heads."""
         self._index = {layer: index for index, layer in enumerate(sorted(layers))}
         self._over_ranks = over_ranks
-        self._blank = torch.zeros(len(self._index), rows, parts, 2, device=device)
+        self._blank = torch.zeros(len(self._index), rows, parts, 2, dtype=torch.float32, device=device)
         self._blank[:, :, 0] = torch.nan  # a layer that wrote nothing leaves no error, not an error of zero
         self.sums = self._blank.clone()
         self._step = 0

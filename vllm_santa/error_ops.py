@@ -26,9 +26,9 @@ class ErrorWorkspace:
         self.shape, self.rows, heads = shape, rows, min(HEADS, shape.group)
         self.parts = kv_heads * -(-shape.group // heads)
         blocks = max(rows * self.parts, BLOCKS)
-        self.lse = torch.empty(rows, kv_heads * shape.group, device=device)
-        self.partial = torch.empty(blocks, heads * shape.head_dim, device=device)
-        self.scalars = torch.empty(blocks, heads + 2, device=device)
+        self.lse = torch.empty(rows, kv_heads * shape.group, dtype=torch.float32, device=device)
+        self.partial = torch.empty(blocks, heads * shape.head_dim, dtype=torch.float32, device=device)
+        self.scalars = torch.empty(blocks, heads + 2, dtype=torch.float32, device=device)
         self.done = torch.zeros(rows * self.parts, dtype=torch.int32, device=device)
 
     def splits(self, rows: int) -> int:

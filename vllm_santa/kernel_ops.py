@@ -99,10 +99,10 @@ class ValuesWorkspace:
         self.unit = torch.empty(*head, units, 2, dtype=torch.int32, device=device)
         self.queue = torch.zeros(2, dtype=torch.int32, device=device)
         self.progress = torch.zeros(rows, kv_heads, 2, dtype=torch.int32, device=device)
-        self.partial = torch.empty(*head, splits, shape.head_dim, device=device)
+        self.partial = torch.empty(*head, splits, shape.head_dim, dtype=torch.float32, device=device)
         self.done = torch.zeros(head, dtype=torch.int32, device=device)
         pair, tile_splits = (rows, kv_heads), max(1, min(64, -(-max_context // (8 * FLASH_TILE)), 1024 // (rows * kv_heads)))
-        self.tile_partial = torch.empty(*pair, tile_splits, shape.group, shape.head_dim, device=device)
+        self.tile_partial = torch.empty(*pair, tile_splits, shape.group, shape.head_dim, dtype=torch.float32, device=device)
         self.tile_done = torch.zeros(pair, dtype=torch.int32, device=device)
         self.tile_mass = torch.empty(*pair, tile_splits, shape.group, 2, dtype=torch.int32, device=device)
 

@@ -8,11 +8,15 @@ from torch import Tensor
 
 from vllm_santa.attention.device_rows import UNLIMITED, DeviceRows
 from vllm_santa.attention.workspaces import Arena
-from vllm_santa.kernel_ops import CHUNK
+from vllm_santa.error_meter import ErrorMeter
+from vllm_santa.error_ops import ErrorWorkspace
+from vllm_santa.jit import Shape
+from vllm_santa.kernel_ops import CHUNK, PpsWorkspace, ValuesWorkspace
 from vllm_santa.limits import Limits
 from vllm_santa.methods import Method
 from vllm_santa.reads import expected_rows
 from vllm_santa.rows import SparseToken
+from vllm_santa.ssa_ops import SsaWorkspace
 
 CPU = torch.device("cpu")
 
@@ -94,3 +98,23 @@ def test_expected_reads() -> None:
     assert expected_rows(Method.prop, 1024, 1000, 4, 256) == (1000, 1000)
     assert expected_rows(Method.ssa, 100, 1000, 4, 256) == (356, 356)
     assert expected_rows(Method.topk, 900, 1000, 4, 256) == (1000, 1000)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_buffers_are_what_they_are_while_a_model_is_loaded(dtype: torch.dtype) -> None:
+    """vLLM makes layers under the model's dtype as default, and runs them under float32."""
+    shape = Shape(128, 4, torch.bfloat16)
+
+    def described() -> list[list[tuple[str, torch.dtype, torch.Size]]]:
+        sizes = (4, 8, shape, 32768, 4096, "meta")
+        workspaces = PpsWorkspace(*sizes), ValuesWorkspace(*sizes), SsaWorkspace(*sizes), ErrorWorkspace(4, 8, shape, "meta")
+        tensors = [[(name, value) for name, value in vars(one).items() if isinstance(value, Tensor)] for one in workspaces]
+        return [[(name, value.dtype, value.shape) for name, value in one] for one in tensors]
+
+    expected = described()
+    torch.set_default_dtype(dtype)
+    try:
+        assert described() == expected
+        assert ErrorMeter([0, 1], 4, 8, CPU, lambda sums: sums).sums.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
