@@ -167,8 +167,9 @@ class _WorkerFiles(Collector):
             "santa_budget", "Budgets of sparse decoding rows, as their method counts.", labels=["engine", "method"]
         )
         for engine, stages in self._engines().items():
-            _add_budgets(budgets, engine, stages.sum(0))
-            for (name, method, reason), value, least in zip(_SLOTS, stages.sum(0), stages.min(0), strict=True):
+            values = stages.mean(0)  # each stage decodes every row, in its own layers
+            _add_budgets(budgets, engine, values)
+            for (name, method, reason), value, least in zip(_SLOTS, values, stages.min(0), strict=True):
                 if name == "santa_codebooks_ready":
                     ready.add_metric([engine], least)
                 elif name in single:

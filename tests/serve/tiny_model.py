@@ -27,7 +27,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def build_model(folder: Path) -> None:
     """Write config, weights (the same every time) and tokenizer as a Hugging Face folder."""
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=HIDDEN, intermediate_size=256, num_hidden_layers=LAYERS, num_attention_heads=QUERY_HEADS,
         num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=8192, tie_word_embeddings=False,
@@ -73,7 +73,8 @@ def build_adapter(folder: Path, rank: int = 4) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Of single bytes, with a chat template."""
     vocabulary = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

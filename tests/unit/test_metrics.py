@@ -100,13 +100,17 @@ def test_every_decision_has_a_counter(worker) -> None:
     assert sum(value for (name, *_), value in scrape().items() if name == "santa_rows_total") == len(Method) * len(metrics.ROW_REASONS)
 
 
-def test_pipeline_stages_add_up_and_engines_stay_apart(worker) -> None:
+def test_pipeline_stages_count_a_row_once_and_engines_stay_apart(worker) -> None:
+    """A stage's reads are the mean over its layers; so the mean over stages is that over the model's."""
     for pipeline, data, rows in ((0, 0, 10.0), (1, 0, 20.0), (0, 1, 5.0)):
         counters = worker(pipeline=pipeline, data=data)
+        counters.count_decoding([DecodingToken(0, 100, Decision(Method.ssa, 12, "rule"))])
         counters.count_read(Method.ssa, rows, rows)
         counters.set_codebooks_ready(pipeline == 0)
     found = scrape()
-    assert found["santa_value_rows_read_total", "0", "ssa"] == 30
+    assert found["santa_rows_total", "0", "ssa", "rule"] == found["santa_budget_count", "0", "ssa"] == 1
+    assert found["santa_context_tokens_total", "0", "ssa"] == 100
+    assert found["santa_value_rows_read_total", "0", "ssa"] == 15
     assert found["santa_value_rows_read_total", "1", "ssa"] == 5
     assert ("santa_codebooks_ready", "0") not in found, "one stage of engine 0 has none yet"
     assert found["santa_codebooks_ready", "1"] == 1

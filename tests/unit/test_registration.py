@@ -89,6 +89,8 @@ def test_the_cpu_platform_honours_santa_and_only_santa() -> None:
     ("changes", "reason"),
     [
         ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype not supported"),
         ({"use_mla": True}, "MLA not supported"),
         ({"has_sink": True}, "attention sinks not supported"),
         ({"head_size": 60}, "head_dim is 60"),
