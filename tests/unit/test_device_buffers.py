@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from vllm_santa.attention.device_rows import UNLIMITED, DeviceRows
+from vllm_santa.attention.plan_buffers import PlanBuffers
 from vllm_santa.attention.workspaces import Arena
 from vllm_santa.error_meter import ErrorMeter
 from vllm_santa.error_ops import ErrorWorkspace
@@ -118,3 +119,22 @@ def test_buffers_are_what_they_are_while_a_model_is_loaded(dtype: torch.dtype) -
         assert ErrorMeter([0, 1], 4, 8, CPU, lambda sums: sums).sums.dtype == torch.float32
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_plans_of_steps_in_flight_have_buffers_of_their_own() -> None:
+    """With two steps in flight, a plan's buffer comes up again in the third step after it at the earliest, whichever wrapper plans."""
+    buffers, wrappers = PlanBuffers(concurrent=2, plans=2), [Wrapper() for _ in range(5)]
+    used = [
+        [buffers.renew(wrappers[i % 5])._pin_memory_int_workspace_buffer.data_ptr() for i in (step, 3 * step + 1)] for step in range(12)
+    ]
+    for step, own in enumerate(used):
+        assert len(set(own)) == 2
+        assert not set(own) & {address for earlier in used[max(0, step - 2) : step] for address in earlier}
+    assert len({address for own in used for address in own}) == 6
+
+
+class Wrapper:
+    """As much of a FlashInfer wrapper as holds its plan."""
+
+    def __init__(self) -> None:
+        self._pin_memory_int_workspace_buffer = torch.empty(64, dtype=torch.uint8)

@@ -5,6 +5,7 @@ those parts (graph_variants.py).
 """
 
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_santa.attention.cuda_step import CudaStep, StepRows
 from vllm_santa.attention.kernel_layer import KernelLayer
 from vllm_santa.attention.layer import attach_layers
+from vllm_santa.attention.plan_buffers import PlanBuffers
 from vllm_santa.attention.traits import SantaTraits
 from vllm_santa.graph_variants import DENSE
 from vllm_santa.refusals import refuse_layer
@@ -74,6 +76,17 @@ class PageBuilder(FlashInferMetadataBuilder):
     """FlashInfer's builder for our page, whose heads are outermost inside, whatever vLLM calls the layout around it."""
 
     kv_cache_layout = KVCacheLayout.LBHNC
+
+    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # Of a step: decodes and prefills, and decodes again for each draft token.
+        self._plan_buffers = PlanBuffers(vllm_config.max_concurrent_batches, 2 + vllm_config.num_speculative_tokens)
+
+    def _get_prefill_wrapper(self, *args: Any, **options: Any) -> Any:
+        return self._plan_buffers.renew(super()._get_prefill_wrapper(*args, **options))
+
+    def _get_decode_wrapper(self, *args: Any, **options: Any) -> Any:
+        return self._plan_buffers.renew(super()._get_decode_wrapper(*args, **options))
 
 
 class SantaCudaMetadataBuilder(PageBuilder):
