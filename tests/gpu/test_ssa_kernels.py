@@ -211,6 +211,11 @@ def test_blocks_take_several_chunks_in_turn() -> None:
         check_row(batch, row, *result)
 
 
+def test_two_million_tokens() -> None:
+    batch = make_batch(*SHAPES[0], [2_000_000, 130], [Method.ssa, Method.ssa_fixed], [2000, 2000])
+    check_row(batch, 0, *run(batch))
+
+
 @pytest.mark.parametrize(
     "settings", [SelectionSettings(0, 0), SelectionSettings(10**6, 0), SelectionSettings(0, 700), SelectionSettings(1, 1, 0.0, 0.0)]
 )
