@@ -75,11 +75,11 @@ class ErrorControls:
         """For a request that enters the batch.
 
         key: what such a request keeps over preemption, None if nothing. answered: context of the last token that it has computed, 0 if it
-        is new. Of those that left with the same key and had come as far, the nearest.
+        is new. Of those that left with the same key and had come as far (or all but one token, which was under way), the nearest.
         """
-        found = [entry for entry in self._kept if entry[0] == key and entry[1].last >= answered] if answered and key is not None else []
+        found = [entry for entry in self._kept if entry[0] == key and entry[1].last >= answered - 1] if answered and key is not None else []
         if found:
-            entry = min(found, key=lambda entry: entry[1].last)
+            entry = min(found, key=lambda entry: abs(entry[1].last - answered))
             self._kept.remove(entry)
         else:
             entry = (key, ErrorControl())

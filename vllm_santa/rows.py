@@ -80,7 +80,7 @@ def plan_step(common: "CommonAttentionMetadata", runtime: "Runtime") -> StepPlan
                 plan.decoding.append(DecodingToken(start + i, seen, decision))
                 if decision.method is not _DENSE:
                     sparse = SparseToken(start + i, row, seen, decision.method, decision.budget, request.seed, decision.bernoulli)
-                    if decision.target is not None and tokens == 1:  # what is computed again has been learnt from before
+                    if decision.target is not None and i == tokens - 1:  # what is computed again before it has been learnt from already
                         sparse = sparse._replace(control=request.control, max_error=decision.target.max_error)
                     plan.sparse.append(sparse)
     return plan

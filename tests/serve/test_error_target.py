@@ -7,8 +7,9 @@ from tiny_model import prompt
 TOKENS = 121
 
 
-def ask(max_error: float, method: str = "pps", seed: int = 1, tokens: int = TOKENS, **others: object) -> Ask:
-    return Ask(prompt(900, seed), tokens, {"method": method, "seed": seed, "max_error": max_error} | others)
+def ask(max_error: float, method: str = "pps", number: int = 1, tokens: int = TOKENS, **others: object) -> Ask:
+    """number: of the prompt, and the seed unless `others` name one."""
+    return Ask(prompt(900, number), tokens, {"method": method, "seed": number, "max_error": max_error} | others)
 
 
 def mean(gained: Delta, name: str, method: str) -> float:

@@ -108,9 +108,19 @@ def test_tokens_among_others_of_their_request_are_gathered(rows: StepRows) -> No
     made = rows.step(common, plan, dense(1))
     assert made.parts == {0, DENSE} and made.decodes.seq_lens.tolist() == [900]
     (part,) = made.gathered
-    assert part.tokens.tolist() == [1, 2, 3] and part.families == {1}
+    assert part.tokens.tolist() == [1, 2, 3] and part.owners.tolist() == [1, 1, 1] and part.families == {1} and part.measured is None
     assert part.rows.seq_lens.tolist() == [598, 599, 600] and part.rows.seed.tolist() == [7] * 3
     assert torch.equal(part.rows.block_table, common.block_table_tensor[[1, 1, 1], : part.rows.block_table.shape[1]])
+
+
+def test_the_last_of_gathered_tokens_may_be_measured(rows: StepRows) -> None:
+    again = [SparseToken(i, 0, 598 + i, Method.pps, 32, 7) for i in range(3)]
+    again[2] = again[2]._replace(control=ErrorControl(), max_error=0.1)
+    common, plan = batch([3], [600], again)
+    rows.fill(common, plan)
+    made = rows.step(common, plan, dense(0))
+    (part,) = made.gathered
+    assert part.measured.tolist() == [2] and ERRORS not in made.parts
 
 
 def test_many_gathered_tokens_come_in_parts_that_the_buffers_hold(rows: StepRows) -> None:

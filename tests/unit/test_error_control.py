@@ -125,7 +125,7 @@ def test_requests_that_come_back_find_their_control() -> None:
     assert one is not another
     assert controls.enter(key, FIRST + 20) is one, "the nearest that had come as far"
     assert controls.enter(key, FIRST + 25) is another
-    assert controls.enter(key, FIRST + 31) not in (one, another), "none had come as far"
+    assert controls.enter(key, FIRST + 32) not in (one, another), "none had come as far"
     assert controls.enter(("something else", 7, FIRST), FIRST + 20) is not one
     assert controls.enter(None, FIRST + 20) is not controls.enter(None, FIRST + 20), "nothing to find it by"
 

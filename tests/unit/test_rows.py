@@ -10,9 +10,11 @@ import torch
 pytest.importorskip("vllm")
 from vllm.v1.attention.backend import CommonAttentionMetadata  # noqa: E402
 
+from vllm_santa.error_control import ErrorControl  # noqa: E402
 from vllm_santa.methods import BernoulliSettings, Method  # noqa: E402
 from vllm_santa.policy import Decision, Policy  # noqa: E402
 from vllm_santa.policy.budget import Budget  # noqa: E402
+from vllm_santa.policy.decision import ErrorTarget  # noqa: E402
 from vllm_santa.policy.parameters import RequestParams  # noqa: E402
 from vllm_santa.request import RowRequest, SantaParams  # noqa: E402
 from vllm_santa.rows import NO_CODEBOOK, NO_KERNEL, NO_WORKSPACE, SparseToken, plan_step  # noqa: E402
@@ -141,3 +143,37 @@ def test_bernoulli_queries_are_dense_where_decodes_are_captured() -> None:
     assert not plan_step(step([1], [1200]), runtime([request])).sparse[0].by_kernel
     plan = plan_step(step([1], [1200]), runtime([request], captures=True))
     assert plan.sparse == [] and plan.decoding[0].decision == NO_KERNEL
+
+
+def test_targets_move_budgets_and_measure_the_last_token_of_a_row() -> None:
+    """Of tokens that are computed again, the last one is new: it was sampled, but not yet read."""
+    control = ErrorControl()
+    request = RowRequest(RequestParams(Method.pps, Budget(64), max_error=0.1), 1, 1000, control)
+    for context in range(1001, 1004):
+        (token,) = plan_step(step([1], [context]), runtime([request])).sparse
+        assert token.control is control and token.max_error == 0.1 and token.budget == 64
+        control.observe(context, 0.4, 0.1)
+    for context in range(1004, 1009):
+        (token,) = plan_step(step([1], [context]), runtime([request])).sparse
+    assert token.budget > 64
+    budgets = [control.budget(context, 64, ErrorTarget(0.1, 1, 10**4)) for context in range(1001, 1010)]
+    again = plan_step(step([1009], [1009], [True]), runtime([request])).sparse
+    assert [token.budget for token in again] == budgets
+    assert [token.control for token in again] == [None] * 8 + [control]
+
+
+def test_a_budget_that_a_target_raised_over_the_context_is_dense() -> None:
+    control = ErrorControl()
+    policy = Policy.model_validate({"requests": {"budget": {"max": 4096}}})
+    request = RowRequest(RequestParams(Method.pps, Budget(900), max_error=0.01), 1, 1000, control)
+    for context in range(1001, 1010):
+        plan = plan_step(step([1], [context]), runtime([request], policy))
+        control.observe(context, 0.08, 0.01)
+    assert plan.sparse == [] and plan.decoding[0].decision.reason == "budget_covers_context"
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_errors_of_value_samplers_have_no_kernel(captures: bool) -> None:
+    request = RowRequest(RequestParams(Method.sys, Budget(64), max_error=0.1), 1, 1000, ErrorControl())
+    plan = plan_step(step([1], [1200]), runtime([request], captures=captures))
+    assert plan.decoding[0].decision == NO_KERNEL if captures else not plan.sparse[0].by_kernel

@@ -24,11 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GatheredRows:
-    """Sparse tokens that stand among others of their request, as recomputed ones do. tokens: int64 [R], indices in the flat batch."""
+    """Sparse tokens that stand among others of their request, as recomputed ones do.
+
+    tokens: int64 [R], indices in the flat batch. owners: int64 [R], their rows in the batch. measured: int64, those of the R whose error is
+    wanted; None if it is nobody's.
+    """
 
     tokens: Tensor
+    owners: Tensor
     rows: Rows
     families: frozenset[int]
+    measured: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ class CudaStep(SparseStep):
         layer.observe(query, key, value, self)
         for part in self.gathered:
             result = torch.empty_like(query[part.tokens])
-            layer.launch(query[part.tokens], kv, codes, part.rows, part.families, result)
+            layer.launch_gathered(query[part.tokens], kv, codes, part, result)
             output[part.tokens] = result
         if self.by_reference:
             layer.decode(query, kv, codes, self.block_table, self.by_reference, output)
@@ -128,15 +134,18 @@ class StepRows:
         size = self._limits.rows_of(max(token.context for token in tokens))
         for start in range(0, len(tokens), size):
             part = tokens[start : start + size]
+            owners = self._upload((token.row for token in part), torch.int64)
             rows = Rows(
-                self._narrow(block_table[self._upload((token.row for token in part), torch.int64)]),
+                self._narrow(block_table[owners]),
                 self._upload((token.context for token in part), torch.int32),
                 self._upload((token.method for token in part), torch.int8),
                 self._upload((token.budget for token in part), torch.int32),
                 self._upload((_signed(token.seed) for token in part), torch.int64),
             )
             families = self._kernels.families(token.method for token in part)
-            yield GatheredRows(self._upload((token.token for token in part), torch.int64), rows, families)
+            wanted = [i for i, token in enumerate(part) if token.control is not None]
+            measured = self._upload(wanted, torch.int64) if wanted else None
+            yield GatheredRows(self._upload((token.token for token in part), torch.int64), owners, rows, families, measured)
 
     def _upload(self, values: Iterable[int], dtype: torch.dtype) -> Tensor:
         return torch.tensor(list(values), dtype=dtype, pin_memory=self._device.type == "cuda").to(self._device, non_blocking=True)

@@ -1,5 +1,7 @@
 """SparseLayer where CUDA kernels write the cache and decode."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,9 @@ from vllm_santa.codebook import Codebook
 from vllm_santa.jit import Shape
 from vllm_santa.kernel_ops import Layer, Rows
 from vllm_santa.ssa_ops import CodebookBuffers, encode_blocks, write_cache
+
+if TYPE_CHECKING:
+    from vllm_santa.attention.cuda_step import GatheredRows
 
 
 class KernelLayer(SparseLayer):
@@ -55,3 +60,15 @@ class KernelLayer(SparseLayer):
         """Decode the rows of these families of methods. query, output: [R, Hq, D]. measured: int8 [R], 1 where their error is wanted."""
         wanted = None if measured is None else Wanted(measured, self.runtime.meter.layer(self.context.layer))
         self.kernels.launch(Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output, wanted), families)
+
+    def launch_gathered(self, query: Tensor, kv: Tensor, codes: Tensor, part: "GatheredRows", output: Tensor) -> None:
+        """As `launch`, for tokens that are not rows of the batch; not for graphs."""
+        if part.measured is None:
+            self.launch(query, kv, codes, part.rows, part.families, output)
+            return
+        sums, flags = self.runtime.meter.layer(self.context.layer), torch.zeros_like(part.rows.method)
+        flags[part.measured] = 1
+        own = sums[part.owners]
+        wanted = Wanted(flags, own)
+        self.kernels.launch(Batch(query, kv, codes, part.rows, self.launch_layer, self.codebook, output, wanted), part.families)
+        sums[part.owners[part.measured]] = own[part.measured]

@@ -25,7 +25,7 @@ logger = init_logger("vllm.santa.kernels")
 
 @dataclass(frozen=True)
 class Wanted:
-    """Whose errors are wanted: measured, int8 [R], and where they go: sums, float32 [>= R, parts, 2]."""
+    """Whose errors are wanted: measured, int8 [R], and where they go: sums, float32 [>= R, parts, 2], contiguous."""
 
     measured: Tensor
     sums: Tensor
@@ -113,7 +113,7 @@ class Kernels:
         """targets: whether rows can have error targets."""
         self.shape, self.limits, self.settings = shape, limits, settings
         self._families = families_of(methods, shape, subspaces)
-        self.errors = ErrorWorkspace(limits.rows, kv_heads, shape, device) if targets else None
+        self.errors = ErrorWorkspace(limits.slots(limits.rows), kv_heads, shape, device) if targets else None
         self._compile(subspaces)
         exp2_table(device)
         self._kv_heads = kv_heads
