@@ -137,7 +137,7 @@ def comparison_table(studies: list[Study]) -> str:
         for method in SELECTIONS[1:]:
             cells = []
             for study in studies:
-                pairs = list(zip(study.rows(ours), study.rows(method), strict=False))[:3]
+                pairs = list(zip(study.rows(ours), study.rows(method), strict=False))[:3]  # none where a study is older than a method
                 cells.append(" / ".join(f"{one['mean'] / other['mean'] - 1:+.0%}" for one, other in pairs).replace("-", "−"))
             lines.append(f"| {ours} against {method} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
