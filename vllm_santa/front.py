@@ -6,6 +6,7 @@ so that is where to look: after the plugin has loaded, before the engine starts.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vllm_santa.engine_id import engine_id
@@ -17,9 +18,21 @@ from vllm_santa.wrapping import wrap_once
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_policy: Policy | None = None
-_captures_decodes = False
-_blind_workers = ""
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """Of the SANTA engine of this process.
+
+    captures_decodes: whether it replays decode steps from CUDA graphs. blind_workers: what keeps its workers from seeing the parameters of
+    requests, in words; empty if nothing does.
+    """
+
+    policy: Policy
+    captures_decodes: bool = False
+    blind_workers: str = ""
+
+
+_facts: EngineFacts | None = None
 
 
 def runs_santa(vllm_config: "VllmConfig") -> bool:
@@ -29,19 +42,9 @@ def runs_santa(vllm_config: "VllmConfig") -> bool:
     return any(getattr(backend, "name", None) == "SANTA" for backend in backends)
 
 
-def front_policy() -> Policy | None:
-    """Policy of the SANTA engine of this process, the last one where there are several; None without one."""
-    return _policy
-
-
-def front_captures_decodes() -> bool:
-    """Whether that engine replays decode steps from CUDA graphs."""
-    return _captures_decodes
-
-
-def front_blind_workers() -> str:
-    """What keeps that engine's workers from seeing the parameters of requests, in words; empty if nothing does."""
-    return _blind_workers
+def engine_facts() -> EngineFacts | None:
+    """Those of the last SANTA engine of this process; None without one."""
+    return _facts
 
 
 def blind_workers(vllm_config: "VllmConfig") -> str:
@@ -55,13 +58,13 @@ def blind_workers(vllm_config: "VllmConfig") -> str:
 
 
 def observe_config(vllm_config: "VllmConfig") -> None:
-    """Keep the policy of an engine that runs SANTA; other engines change nothing.
+    """Keep the facts of an engine that runs SANTA; other engines change nothing.
 
     Raises:
         PolicyError: the policy cannot be used. ValueError: another option does not go with SANTA. Raised where the configuration is made,
             they stop the server before the engine starts.
     """
-    global _policy, _captures_decodes, _blind_workers
+    global _facts
     if not runs_santa(vllm_config):
         return
     from vllm.logger import init_logger
@@ -69,17 +72,16 @@ def observe_config(vllm_config: "VllmConfig") -> None:
     logger = init_logger("vllm.santa")
     engine_id(vllm_config)  # as early as can be: its processes get it with the configuration
     refuse_configuration(vllm_config)
-    _policy = policy_of(vllm_config)
-    if _policy.codebooks is not None:
-        refuse_codebooks_among_weights(_policy.codebooks, vllm_config.model_config.model)
-    if _policy.sets_targets and blind_workers(vllm_config):
-        raise ValueError(f"max_error: the policy's rules have error targets, which cannot be followed with {blind_workers(vllm_config)}")
-    _captures_decodes = captures_decodes(vllm_config, _policy)
-    _blind_workers = blind_workers(vllm_config)
+    policy, blind = policy_of(vllm_config), blind_workers(vllm_config)
+    if policy.codebooks is not None:
+        refuse_codebooks_among_weights(policy.codebooks, vllm_config.model_config.model)
+    if policy.sets_targets and blind:
+        raise ValueError(f"max_error: the policy's rules have error targets, which cannot be followed with {blind}")
+    _facts = EngineFacts(policy, captures_decodes(vllm_config, policy), blind)
     logger.info("SANTA policy: %s", policy_path(vllm_config) or "the built-in default")
-    if _blind_workers:
-        logger.warning("SANTA: rows follow the policy alone, and santa_* parameters are refused, because of %s.", _blind_workers)
-    for warning in _policy.warnings():
+    if blind:
+        logger.warning("SANTA: rows follow the policy alone, and santa_* parameters are refused, because of %s.", blind)
+    for warning in policy.warnings():
         logger.warning("SANTA policy: %s", warning)
 
 

@@ -10,7 +10,7 @@ The place to set it is the platform's `validate_request`, which sees the input a
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_santa.front import front_policy
+from vllm_santa.front import engine_facts
 from vllm_santa.methods import Method
 from vllm_santa.policy import Policy
 from vllm_santa.policy.parameters import RequestParams, parse_lenient
@@ -32,9 +32,10 @@ def may_decode_sparsely(policy: Policy, params: RequestParams) -> bool:
 def add_salt(engine_input: dict[str, Any], params: "SamplingParams | PoolingParams") -> None:
     """Salt the input of a request that may decode sparsely, if the policy of this process's engine separates them. A second time changes
     nothing."""
-    policy = front_policy()
-    if policy is None or policy.prefix_cache == "share":
+    engine = engine_facts()
+    if engine is None or engine.policy.prefix_cache == "share":
         return
+    policy = engine.policy
     asked, _ = parse_lenient(getattr(params, "extra_args", None), policy.requests)
     salt = engine_input.get("cache_salt") or ""
     if may_decode_sparsely(policy, asked) and not salt.endswith(SALT):

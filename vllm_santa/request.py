@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 
 from vllm_santa.engine_id import engine_id
 from vllm_santa.error_control import ErrorControl, ErrorControls
-from vllm_santa.front import front_blind_workers, front_captures_decodes, front_policy, runs_santa
+from vllm_santa.front import EngineFacts, engine_facts, runs_santa
 from vllm_santa.policy import Budget, Policy, policy_of
 from vllm_santa.policy.parameters import PARAMETERS, UNKNOWN, ParameterError, RequestParams, has_santa, parse, parse_lenient, unsigned
 from vllm_santa.request_counters import CLAMPED, REFUSED
@@ -86,11 +86,11 @@ class SantaParams(_Base):  # type: ignore[misc,valid-type]
         extra_args = sampling_params.extra_args or {}
         if not has_santa(extra_args):
             return
-        policy = front_policy()
-        if policy is None:
+        engine = engine_facts()
+        if engine is None:
             raise ValueError(f"{_given(extra_args)}: {_NOT_SANTA}; allowed: no santa_* parameters")
         try:
-            params = _admit(extra_args, policy)
+            params = _admit(extra_args, engine)
         except ParameterError as error:
             REFUSED.labels(error.parameter).inc()
             raise
@@ -154,19 +154,19 @@ def _given(extra_args: Mapping[str, Any]) -> str:
     return ", ".join(key for key in extra_args if has_santa({key: 0}))
 
 
-def _admit(extra_args: Mapping[str, Any], policy: Policy) -> RequestParams:
-    """The parameters of a request, if this process's engine can follow them.
+def _admit(extra_args: Mapping[str, Any], engine: EngineFacts) -> RequestParams:
+    """The parameters of a request, if the engine can follow them.
 
     Raises:
         ParameterError: it cannot.
     """
-    if front_blind_workers():
+    if engine.blind_workers:
         given = _given(extra_args)
-        text = f"{given}: cannot be followed with {front_blind_workers()}; allowed: no santa_* parameters, the policy decides"
+        text = f"{given}: cannot be followed with {engine.blind_workers}; allowed: no santa_* parameters, the policy decides"
         raise ParameterError(next((key for key in PARAMETERS if key in extra_args), UNKNOWN), text)
-    params = parse(extra_args, policy.requests)
-    policy.check_target(params, kernels_only=front_captures_decodes())
-    if params.bernoulli is not None and front_captures_decodes():
+    params = parse(extra_args, engine.policy.requests)
+    engine.policy.check_target(params, kernels_only=engine.captures_decodes)
+    if params.bernoulli is not None and engine.captures_decodes:
         text = (
             f"santa_bernoulli: {extra_args['santa_bernoulli']!r} is refused; allowed: nothing, this server decodes from CUDA graphs, "
             "and no kernel computes Bernoulli queries (start it with --enforce-eager or -cc.cudagraph_mode=PIECEWISE to allow them)"

@@ -14,7 +14,7 @@ DENSE_RULES = NO_RULES + "\nrules: [{context: {min: 10000}, method: dense}]"
 
 
 def salt_of(monkeypatch: pytest.MonkeyPatch, policy: str | None, salt: str | None = None, **santa: object) -> str | None:
-    monkeypatch.setattr(front, "_policy", policy and parse_policy(policy, "p.yaml"))
+    monkeypatch.setattr(front, "_facts", policy and front.EngineFacts(parse_policy(policy, "p.yaml")))
     engine_input = {"type": "token", "prompt_token_ids": [1]} | ({} if salt is None else {"cache_salt": salt})
     params = SimpleNamespace(extra_args={f"santa_{name}": value for name, value in santa.items()} or None)
     for _ in range(2):  # twice is once
@@ -48,7 +48,7 @@ def test_a_client_keeps_its_own_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_pooling_requests_have_no_extra_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "_policy", parse_policy(NO_RULES, "p.yaml"))
+    monkeypatch.setattr(front, "_facts", front.EngineFacts(parse_policy(NO_RULES, "p.yaml")))
     engine_input: dict = {}
     add_salt(engine_input, SimpleNamespace())
     assert engine_input == {}

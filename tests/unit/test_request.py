@@ -21,8 +21,8 @@ NARROW = parse_policy("requests: {methods: [dense, pps], budget: {min: 10, max: 
 
 
 @pytest.fixture(autouse=True)
-def no_front_policy(monkeypatch):
-    monkeypatch.setattr(front, "_policy", None)
+def no_engine(monkeypatch):
+    monkeypatch.setattr(front, "_facts", None)
     monkeypatch.delenv("SANTA_POLICY", raising=False)
 
 
@@ -299,9 +299,9 @@ def test_configurations_are_watched_once(monkeypatch):
     front.watch_configs()
     other, santa = config(backend="FLASHINFER"), config()
     Platform.check_and_update_config(other)
-    assert front.front_policy() is None
+    assert front.engine_facts() is None
     Platform.check_and_update_config(santa)
-    assert front.front_policy() == load_policy()
+    assert front.engine_facts().policy == load_policy()
     assert seen == [other, santa]
     with pytest.raises(PolicyError, match="/none.yaml: cannot be read"):
         Platform.check_and_update_config(config(additional={"santa": {"policy": "/none.yaml"}}))

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from vllm_santa import front, request, request_counters
+from vllm_santa import front, request_counters
 from vllm_santa.policy.file import parse_policy
 from vllm_santa.policy.parameters import PARAMETERS, UNKNOWN
 from vllm_santa.request import SantaParams
@@ -20,12 +20,13 @@ def counted(counter) -> dict[str, float]:
 
 @pytest.fixture
 def ask(monkeypatch: pytest.MonkeyPatch):
-    """ask(limits, parameters): whether the door lets them in. Counters start at zero."""
+    """ask(limits, facts, parameters): whether the door lets them in. Counters start at zero."""
     REFUSED.clear()
     CLAMPED.clear()
 
-    def ask(limits: str, **extra_args: object) -> bool:
-        monkeypatch.setattr(front, "_policy", parse_policy(f"requests: {limits}", "p"))
+    def ask(limits: str, facts: dict[str, object] | None = None, **extra_args: object) -> bool:
+        policy = parse_policy(f"requests: {limits}", "p")
+        monkeypatch.setattr(front, "_facts", front.EngineFacts(policy, **(facts or {})))
         try:
             SantaParams.validate_params(SimpleNamespace(extra_args=extra_args))
         except ValueError:
@@ -70,15 +71,14 @@ def test_clamped_budgets(ask) -> None:
 
 
 @pytest.mark.parametrize("reason", ["blind workers", "graphs"])
-def test_what_this_engine_cannot_do(ask, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    monkeypatch.setattr(request, "front_blind_workers", lambda: "something" if reason == "blind workers" else "")
-    monkeypatch.setattr(request, "front_captures_decodes", lambda: True)
-    assert not ask("{}", santa_bernoulli=4, santa_method="pps")
+def test_what_this_engine_cannot_do(ask, reason: str) -> None:
+    facts = {"captures_decodes": True, "blind_workers": "something" if reason == "blind workers" else ""}
+    assert not ask("{}", facts, santa_bernoulli=4, santa_method="pps")
     assert counted(REFUSED) == {"santa_method" if reason == "blind workers" else "santa_bernoulli": 1}
 
 
 def test_other_backends_count_nothing(ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front, "_policy", None)
+    monkeypatch.setattr(front, "_facts", None)
     with pytest.raises(ValueError, match="does not run"):
         SantaParams.validate_params(SimpleNamespace(extra_args={"santa_seed": 1}))
     assert counted(REFUSED) == {}
