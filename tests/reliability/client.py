@@ -92,9 +92,13 @@ async def _send_all(url: str, jobs: Sequence[Job], one: Callable[[httpx.AsyncCli
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.aiter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
+    """Events end with an empty line. Only "\\n" ends a line: httpx's own lines end at U+0085 and others as well, which JSON may hold."""
+    rest = ""
+    async for text in response.aiter_text():
+        *events, rest = (rest + text).split("\n\n")
+        for event in events:
+            if event.startswith("data: ") and event != "data: [DONE]":
+                yield json.loads(event.removeprefix("data: "))
 
 
 def _add(outcome: Outcome, body: dict[str, Any]) -> None:
