@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 from vllm_santa.policy.budget import Budget, shown
 from vllm_santa.policy.decision import REASONS, Decision, RowContext
 from vllm_santa.policy.file import PolicyError, read_policy
-from vllm_santa.policy.schema import Policy, RequestLimits
+from vllm_santa.policy.request_limits import RequestLimits
+from vllm_santa.policy.schema import Policy
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,7 +13,8 @@ from vllm_santa.policy import REASONS, Policy, PolicyError, RowContext, load_pol
 from vllm_santa.policy.decision import CompiledRule
 from vllm_santa.policy.parameters import PARAMETERS, RequestParams, has_santa, parse
 from vllm_santa.policy.reference_page import policy_reference
-from vllm_santa.policy.schema import Range, RequestLimits, Rule
+from vllm_santa.policy.request_limits import RequestLimits
+from vllm_santa.policy.schema import Range, Rule
 
 app = typer.Typer(no_args_is_help=True, help="Check and explain policy files.")
 

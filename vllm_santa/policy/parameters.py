@@ -11,7 +11,7 @@ from vllm_santa.methods import MAX_BERNOULLI_SAMPLES, METHOD_NAMES, BernoulliSet
 from vllm_santa.policy.budget import Budget, shown
 
 if TYPE_CHECKING:
-    from vllm_santa.policy.schema import RequestLimits
+    from vllm_santa.policy.request_limits import RequestLimits
 
 PREFIX = "santa_"
 UNKNOWN = "unknown"

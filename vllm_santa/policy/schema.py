@@ -1,180 +1,30 @@
 """What a policy file may say. docs/policy.md is generated from these models."""
 
-import re
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PlainValidator, field_validator, model_validator
+from pydantic import BeforeValidator, field_validator, model_validator
 
 from vllm_santa.methods import MAX_BERNOULLI_SAMPLES, METHOD_NAMES, BernoulliSettings, Method
 from vllm_santa.policy import budget as budgets
 from vllm_santa.policy.budget import Budget, shown
 from vllm_santa.policy.decision import CompiledRule, Condition, Decider, Decision, RowContext
+from vllm_santa.policy.fields import LAYERS, BudgetValue, Layer, MethodName, Part, Span, as_tuple, setting
 from vllm_santa.policy.parameters import BERNOULLI_METHODS, ERROR_METHODS, ParameterError, RequestParams
+from vllm_santa.policy.request_limits import RequestLimits
 
-_LAYERS = re.compile(r"(-?[0-9]{1,5})-(-?[0-9]{1,5})")
 _ERROR_TEXT = "null, or a number above 0 and up to 1"
 _METHOD_TEXT = "one of " + ", ".join(METHOD_NAMES)
 
 
-def _method(value: object) -> Method:
-    if isinstance(value, Method):
-        return value
-    if not isinstance(value, str) or value not in METHOD_NAMES:
-        raise ValueError("not a method")
-    return Method[value]
-
-
-def _budget(value: object) -> Budget:
-    if isinstance(value, Budget):
-        return value
-    try:
-        budget = Budget.parse(value)
-    except ValueError:
-        budget = None
-    if budget is None or budget.count > budgets.MAX_ROWS:
-        raise ValueError("not a budget")  # the field's own words say what is allowed
-    return budget
-
-
-def _fraction(value: object) -> Budget:
-    budget = _budget(value)
-    if not budget.is_fraction:
-        raise ValueError("a number of rows, where a fraction is wanted")
-    return budget
-
-
-def _layer(value: object) -> int | str:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    if not is_number and not (isinstance(value, str) and _LAYERS.fullmatch(value)):
-        raise ValueError("neither a layer number nor a range")
-    return value  # type: ignore[return-value]
-
-
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
-MethodName = Annotated[Method, BeforeValidator(_method), PlainSerializer(lambda method: method.name, return_type=str)]
-BudgetValue = Annotated[Budget, BeforeValidator(_budget), PlainSerializer(str, return_type=str)]
-FractionValue = Annotated[Budget, BeforeValidator(_fraction), PlainSerializer(str, return_type=str)]
-Layer = Annotated[int | str, PlainValidator(_layer)]
-
-
-def setting(default: Any, allowed: str, description: str, **constraints: Any) -> Any:
-    """A field with the words that its errors and the reference use for what is allowed."""
-    return Field(default, description=description, json_schema_extra={"allowed": allowed}, **constraints)
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class _Span(_Part):
-    @model_validator(mode="after")
-    def _ordered(self) -> "_Span":
-        if self.low > self.high:
-            raise ValueError(f"min {self.min} is above max {self.max}")  # type: ignore[attr-defined]
-        return self
-
-    @property
-    def low(self) -> float:
-        return self.min or 0  # type: ignore[attr-defined]
-
-    @property
-    def high(self) -> float:
-        return float("inf") if self.max is None else self.max  # type: ignore[attr-defined]
-
-
-class Range(_Span):
+class Range(Span):
     """An inclusive range; an end that is left out does not bound."""
 
     min: int | None = setting(None, "an integer from 0", "Smallest number that matches.", ge=0)
     max: int | None = setting(None, "an integer from 0", "Largest number that matches.", ge=0)
 
 
-class RowLimits(_Span):
-    """What a request may ask for as a number of rows."""
-
-    min: int = setting(8, f"an integer from 1 to {budgets.MAX_ROWS}", "Fewest rows.", ge=1, le=budgets.MAX_ROWS)
-    max: int = setting(16384, f"an integer from 1 to {budgets.MAX_ROWS}", "Most rows.", ge=1, le=budgets.MAX_ROWS)
-
-
-class FractionLimits(_Span):
-    """What a request may ask for as a fraction of its context."""
-
-    min: FractionValue = setting(Budget.parse("0.1%"), "a fraction above 0 and below 1, as 0.02 or '2%'", "Smallest fraction.")
-    max: FractionValue = setting(Budget.parse("50%"), "a fraction above 0 and below 1, as 0.02 or '2%'", "Largest fraction.")
-
-    @property
-    def low(self) -> float:
-        return self.min.parts
-
-    @property
-    def high(self) -> float:
-        return self.max.parts
-
-
-class RequestLimits(_Part):
-    """What requests may choose for themselves (docs/requests.md)."""
-
-    allow: bool = setting(True, "true or false", "Whether requests may choose a method and a budget at all. Seeds are always theirs.")
-    methods: Annotated[tuple[MethodName, ...], BeforeValidator(_tuple)] = setting(
-        tuple(Method), "a list of methods: " + ", ".join(METHOD_NAMES), "Methods that requests may choose."
-    )
-    budget: RowLimits = setting(RowLimits(), "min and max", "Limits of `santa_budget` where it is a number of rows.")
-    fraction: FractionLimits = setting(FractionLimits(), "min and max", "Limits of `santa_budget` where it is a fraction of the context.")
-    bernoulli: bool = setting(
-        True,
-        "true or false",
-        "Whether requests may choose Bernoulli queries. No kernel computes them: a GPU server decodes such rows by the reference, slowly.",
-    )
-    max_error: bool = setting(
-        True,
-        "true or false",
-        "Whether requests may give error targets. On a GPU they cost one more module to compile and one more set of decode graphs.",
-    )
-    over_limit: Literal["refuse", "clamp"] = setting(
-        "refuse", "refuse or clamp", "Whether a budget outside the limits is refused with HTTP 400, or moved to the nearest limit."
-    )
-
-    @field_validator("methods")
-    @classmethod
-    def _some_method(cls, methods: tuple[Method, ...]) -> tuple[Method, ...]:
-        if not methods:
-            raise ValueError("empty")
-        return methods
-
-    @property
-    def clamps(self) -> bool:
-        return self.over_limit == "clamp"
-
-    def clamping(self) -> "RequestLimits":
-        """These limits, with budgets outside of them clamped."""
-        return self if self.clamps else self.model_copy(update={"over_limit": "clamp"})
-
-    def clamp(self, budget: Budget) -> Budget:
-        """The nearest budget inside the limits; a fraction stays a fraction."""
-        if budget.is_fraction:
-            return Budget(0, min(max(budget.parts, self.fraction.min.parts), self.fraction.max.parts))
-        return Budget(min(max(budget.count, self.budget.min), self.budget.max))
-
-    def rows(self, budget: Budget, context: int) -> tuple[int, int]:
-        """The fewest and the most rows at that context of a budget of this kind: of a number of rows, or of a fraction."""
-        if budget.is_fraction:
-            return self.fraction.min.rows(context), self.fraction.max.rows(context)
-        return self.budget.min, self.budget.max
-
-    def budget_text(self) -> str:
-        """The limits in words, for error messages."""
-        fraction = self.fraction
-        return (
-            f"{self.budget.min} to {self.budget.max} rows, or a fraction of the context from {fraction.min.fraction:g} ({fraction.min}) "
-            f"to {fraction.max.fraction:g} ({fraction.max})"
-        )
-
-
-class Bernoulli(_Part):
+class Bernoulli(Part):
     """Keys are scored by random queries that read only some features of K (SANTA §5). No kernel computes them: a GPU server decodes
     such rows by the reference, slowly. For methods that score every key: santa, strat, sys, prop, flash, pps."""
 
@@ -190,7 +40,7 @@ class Bernoulli(_Part):
         return BernoulliSettings(self.samples, self.query == "group")
 
 
-class Rule(_Part):
+class Rule(Part):
     """Conditions, which must all hold, and what then happens to the row. Conditions that are left out always hold."""
 
     context: Range = setting(Range(), "min and max in tokens", "Context length of the row in tokens, the current one included.")
@@ -248,10 +98,10 @@ class Rule(_Part):
         return CompiledRule(conditions, self.model, self.method, self.budget or default_budget, bernoulli, max_error)
 
 
-class Policy(_Part):
+class Policy(Part):
     """How a server decodes: rules, the windows and constants of the methods, and what requests may change."""
 
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_tuple)] = setting(
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(as_tuple)] = setting(
         (), "a list of rules", "The first rule whose conditions hold decides; a row that none matches is dense."
     )
     default_method: MethodName = setting(
@@ -267,7 +117,7 @@ class Policy(_Part):
     default_max_error: float | None = setting(
         None, _ERROR_TEXT, "Error target of rules without one whose method estimates its error.", gt=0, le=1
     )
-    dense_layers: Annotated[tuple[Layer, ...], BeforeValidator(_tuple)] = setting(
+    dense_layers: Annotated[tuple[Layer, ...], BeforeValidator(as_tuple)] = setting(
         (), "a list of layer numbers and ranges, as [0, '2-4', -1]", "Layers that stay dense; negative numbers count from the last layer."
     )
     sink: int = setting(128, "an integer from 0 to 65536", "First tokens that methods with codes always read.", ge=0, le=65536)
@@ -401,7 +251,7 @@ class Policy(_Part):
         """
         found: set[int] = set()
         for entry in self.dense_layers:
-            ends = _LAYERS.fullmatch(entry).groups() if isinstance(entry, str) else (entry, entry)  # type: ignore[union-attr]
+            ends = LAYERS.fullmatch(entry).groups() if isinstance(entry, str) else (entry, entry)  # type: ignore[union-attr]
             first, last = (number + num_layers if number < 0 else number for number in map(int, ends))
             if not 0 <= first <= last < num_layers:
                 raise ValueError(
