@@ -29,6 +29,7 @@ struct PlaceChunks {
 template <class... Params>
 inline cudaError_t resident_blocks(void (*kernel)(Params...), int threads, size_t smem, int* blocks) {
   int device, multiprocessors, each;
+  if (const cudaError_t status = allow_shared_memory(kernel, smem)) return status;
   if (const cudaError_t status = cudaGetDevice(&device)) return status;
   if (const cudaError_t status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device)) return status;
   if (const cudaError_t status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, smem)) return status;

@@ -264,7 +264,6 @@ cudaError_t place_fixed(const Batch& batch, const SelectBuffers& select, double 
                         cudaStream_t stream, bool overlap) {
   const size_t before = (batch.rows + 1) * sizeof(int), shared = kChunk * sizeof(int64_t) + before;
   int blocks;
-  if (const cudaError_t status = allow_shared_memory(place_fixed_kernel, shared)) return status;
   if (const cudaError_t status = resident_blocks(place_fixed_kernel, kFixedThreads, shared, &blocks)) return status;
   if (const cudaError_t status = launch(count_kernel, dim3(blocks), kFixedThreads, before, stream, overlap, batch, select, heavy_fraction, buffers))
     return status;

@@ -58,17 +58,25 @@ class KernelLayer(SparseLayer):
         self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, families: frozenset[int], output: Tensor, measured: Tensor | None = None
     ) -> None:
         """Decode the rows of these families of methods. query, output: [R, Hq, D]. measured: int8 [R], 1 where their error is wanted."""
-        wanted = None if measured is None else Wanted(measured, self.runtime.meter.layer(self.context.layer))
-        self.kernels.launch(Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output, wanted), families)
+        wanted = None if measured is None else Wanted(measured, self._sums)
+        self._launch(query, kv, codes, rows, families, output, wanted)
 
     def launch_gathered(self, query: Tensor, kv: Tensor, codes: Tensor, part: "GatheredRows", output: Tensor) -> None:
         """As `launch`, for tokens that are not rows of the batch; not for graphs."""
         if part.measured is None:
-            self.launch(query, kv, codes, part.rows, part.families, output)
+            self._launch(query, kv, codes, part.rows, part.families, output, None)
             return
-        sums, flags = self.runtime.meter.layer(self.context.layer), torch.zeros_like(part.rows.method)
+        flags, own = torch.zeros_like(part.rows.method), self._sums[part.owners]
         flags[part.measured] = 1
-        own = sums[part.owners]
-        wanted = Wanted(flags, own)
-        self.kernels.launch(Batch(query, kv, codes, part.rows, self.launch_layer, self.codebook, output, wanted), part.families)
-        sums[part.owners[part.measured]] = own[part.measured]
+        self._launch(query, kv, codes, part.rows, part.families, output, Wanted(flags, own))
+        self._sums[part.owners[part.measured]] = own[part.measured]
+
+    @property
+    def _sums(self) -> Tensor:
+        """Where the errors of this layer's rows go: float32 [rows, parts, 2]."""
+        return self.runtime.meter.layer(self.context.layer)
+
+    def _launch(
+        self, query: Tensor, kv: Tensor, codes: Tensor, rows: Rows, families: frozenset[int], output: Tensor, wanted: Wanted | None
+    ) -> None:
+        self.kernels.launch(Batch(query, kv, codes, rows, self.launch_layer, self.codebook, output, wanted), families)

@@ -27,6 +27,6 @@ class PlanBuffers:
         if len(self._ring) < self._count:
             own = wrapper._pin_memory_int_workspace_buffer
             self._ring.append(torch.empty_like(own, pin_memory=own.is_pinned()))
-        wrapper._pin_memory_int_workspace_buffer = self._ring[self._next % len(self._ring)]
+        wrapper._pin_memory_int_workspace_buffer = self._ring[self._next]
         self._next = (self._next + 1) % self._count
         return wrapper
