@@ -10,13 +10,13 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
 from vllm_santa.codebook_store import CodebookStore
+from vllm_santa.counters import Counters
 from vllm_santa.engine_id import engine_id
 from vllm_santa.error_meter import ErrorMeter
 from vllm_santa.graph_variants import DENSE, ERRORS, GraphVariants
 from vllm_santa.graphs import captures_decodes
 from vllm_santa.limits import limits_of
 from vllm_santa.methods import Method
-from vllm_santa.metrics import Counters
 from vllm_santa.policy import policy_of, policy_path, served_model
 from vllm_santa.policy.parameters import RequestParams, unsigned
 from vllm_santa.reads import expected_rows

@@ -1,6 +1,7 @@
 """Counters: from a worker's step to the samples that Prometheus scrapes, through a file."""
 
 import stat
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from prometheus_client.multiprocess import MultiProcessCollector
 
 from vllm_santa import metrics
+from vllm_santa.counters import BUDGETS, ROW_REASONS, Counters
 from vllm_santa.methods import BernoulliSettings, Method
 from vllm_santa.policy import Decision
 from vllm_santa.rows import DecodingToken
@@ -19,7 +21,7 @@ vllm_distributed = pytest.importorskip("vllm.distributed")
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
-    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     return tmp_path
 
 
@@ -27,10 +29,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def worker(monkeypatch: pytest.MonkeyPatch):
     """Counters of a worker: worker(tensor-parallel rank, pipeline rank, data-parallel rank)."""
 
-    def create(tensor: int = 0, pipeline: int = 0, data: int = 0, instance: str = "abc") -> metrics.Counters:
+    def create(tensor: int = 0, pipeline: int = 0, data: int = 0, instance: str = "abc") -> Counters:
         monkeypatch.setattr(vllm_distributed, "get_tensor_model_parallel_rank", lambda: tensor)
         monkeypatch.setattr(vllm_distributed, "get_pp_group", lambda: SimpleNamespace(rank_in_group=pipeline))
-        return metrics.Counters.create(SimpleNamespace(instance_id=instance, parallel_config=SimpleNamespace(data_parallel_rank=data)))
+        return Counters.create(SimpleNamespace(instance_id=instance, parallel_config=SimpleNamespace(data_parallel_rank=data)))
 
     return create
 
@@ -64,7 +66,7 @@ def test_round_trip(worker) -> None:
         ("santa_rows_total", "0", "pps", "request"): 2,
         ("santa_rows_total", "0", "dense", "no_rule"): 1,
         ("santa_rows_total", "0", "dense", "no_codebook"): 1,
-        **{("santa_budget_bucket", "0", le, "pps"): 2 for le in (*metrics._BUDGETS[6:], "+Inf")},  # 64 and above
+        **{("santa_budget_bucket", "0", le, "pps"): 2 for le in (*BUDGETS[6:], "+Inf")},  # 64 and above
         ("santa_budget_count", "0", "pps"): 2,
         ("santa_budget_sum", "0", "pps"): 128,
         ("santa_context_tokens_total", "0", "pps"): 2000,
@@ -81,12 +83,12 @@ def test_round_trip(worker) -> None:
 def test_budgets_lie_in_the_buckets_of_their_size(worker) -> None:
     """Against a histogram of prometheus_client that was given the same budgets."""
     counters, budgets = worker(), [1, 2, 3, 4, 5, 63, 64, 65, 1000, 2**18 - 1, 2**18]
-    theirs = Histogram("theirs", "", buckets=[float(bound) for bound in metrics._BUDGETS], registry=None)
+    theirs = Histogram("theirs", "", buckets=[float(bound) for bound in BUDGETS], registry=None)
     for budget in budgets:
         counters.count_decoding([DecodingToken(0, 2**19, Decision(Method.ssa, budget, "rule"))])
         theirs.observe(budget)
     ours = scrape()
-    assert len(metrics._BUDGETS) == 19
+    assert len(BUDGETS) == 19
     for sample in next(iter(theirs.collect())).samples:
         if not sample.name.endswith("_created"):
             key = (sample.name.replace("theirs", "santa_budget"), "0", *sample.labels.values(), "ssa")
@@ -95,9 +97,9 @@ def test_budgets_lie_in_the_buckets_of_their_size(worker) -> None:
 
 def test_every_decision_has_a_counter(worker) -> None:
     counters = worker()
-    for reason in metrics.ROW_REASONS:
+    for reason in ROW_REASONS:
         counters.count_decoding([DecodingToken(0, 10, Decision(method, 1, reason)) for method in Method])
-    assert sum(value for (name, *_), value in scrape().items() if name == "santa_rows_total") == len(Method) * len(metrics.ROW_REASONS)
+    assert sum(value for (name, *_), value in scrape().items() if name == "santa_rows_total") == len(Method) * len(ROW_REASONS)
 
 
 def test_pipeline_stages_count_a_row_once_and_engines_stay_apart(worker) -> None:

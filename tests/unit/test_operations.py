@@ -17,11 +17,11 @@ def exported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, set[s
     """Names of the samples on /metrics, and their labels. Of a histogram, its buckets stand for it."""
     import numpy as np
 
-    from vllm_santa import metrics, request_counters
+    from vllm_santa import counters, metrics, request_counters
 
-    monkeypatch.setattr(metrics.tempfile, "gettempdir", lambda: str(tmp_path))
-    metrics._folder().mkdir()
-    np.ones(len(metrics._SLOTS)).tofile(metrics._folder() / "abc-0-0")
+    monkeypatch.setattr(counters.tempfile, "gettempdir", lambda: str(tmp_path))
+    counters.counters_folder().mkdir()
+    np.ones(len(counters.SLOTS)).tofile(counters.counters_folder() / "abc-0-0")
     monkeypatch.setattr(request_counters, "REGISTRY", CollectorRegistry())
     request_counters.show_request_counters.__wrapped__()
     families = [*metrics._WorkerFiles("abc").collect(), *request_counters.REFUSED.collect(), *request_counters.CLAMPED.collect()]

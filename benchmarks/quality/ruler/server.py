@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.quality.ruler.answers import Answer
 from benchmarks.quality.ruler.prompts import Prompt
-from vllm_santa.metrics import ROW_REASONS
+from vllm_santa.counters import ROW_REASONS
 from vllm_santa.policy import REASONS
 
 FALLBACKS = tuple(reason for reason in ROW_REASONS if reason not in REASONS)
