@@ -133,13 +133,70 @@ def test_dense_layers_see_whole_rows_where_others_see_samples() -> None:
 
 
 @pytest.mark.parametrize("head_dim, heads, kv_heads, dtype, block", [
-    (64, 9, 3, torch.bfloat16, 32), (256, 4, 4, torch.float16, 64), (128, 16, 1, torch.bfloat16, 16),
+    (64, 9, 3, torch.bfloat16, 32), (256, 4, 4, torch.float16, 64), (128, 16, 1, torch.bfloat16, 16), (128, 12, 2, torch.bfloat16, 16),
+    (64, 14, 2, torch.bfloat16, 16),
 ])  # fmt: skip
 def test_other_shapes(head_dim: int, heads: int, kv_heads: int, dtype: torch.dtype, block: int) -> None:
     layers = Layers(heads, kv_heads, head_dim, block, dtype)
     layers.give_codebooks()
     step = layers.step([Asked(1500 + 100 * method, method, seed=method) for method in SPARSE] + [Asked(999)])
     check(step, step.run(step.build()))
+
+
+@pytest.fixture(scope="module")
+def twelve_heads() -> Layers:
+    """Qwen2.5-Coder-1.5B's: six query heads per KV head."""
+    made = Layers(12, 2)
+    made.give_codebooks()
+    return made
+
+
+def test_at_the_longest_contexts_with_twelve_heads(twelve_heads: Layers) -> None:
+    for context in (31254, 32768):
+        step = twelve_heads.step([Asked(context, method, seed=method) for method in SPARSE] + [Asked(context)])
+        check(step, step.run(step.build()))
+
+
+def end_of_a_prefill(layers: Layers, method: Method | None) -> Step:
+    """The step of 8,192 tokens that a server died in (benchmarks/NOTES.md): a decode, the end of a prefill, the start of another."""
+    return layers.step([Asked(31254, method), Asked(32555, tokens=5653, prompt=32555), Asked(2586, tokens=2538, prompt=32661)])
+
+
+@pytest.mark.parametrize("method", [None, Method.prop, Method.pps, Method.ssa], ids=lambda method: method.name if method else "dense")
+def test_a_decode_beside_two_prefills(twelve_heads: Layers, method: Method | None) -> None:
+    step = end_of_a_prefill(twelve_heads, method)
+    metadata = step.build()
+    assert (metadata.num_decodes, metadata.num_prefills) == (1, 2)
+    output = step.run(metadata)
+    check_ends(step, output)
+
+
+def check_ends(step: Step, output: Tensor) -> None:
+    """Every row's first and last token of the step."""
+    assert not output.isnan().any()
+    start = 0
+    for row, one in enumerate(step.asked):
+        for token in (0, one.tokens - 1):
+            check_token(step, output, start + token, row, one.context - one.tokens + 1 + token)
+        start += one.tokens
+
+
+def test_a_late_gpu_reads_the_plan_of_its_own_step(twelve_heads: Layers) -> None:
+    """The step after is planned before the GPU has begun: its plan must not be in the buffer that this step's is copied from.
+
+    With one more decode and one prefill less, it would name heads and rows that do not exist."""
+    step = end_of_a_prefill(twelve_heads, None)
+    after = twelve_heads.step([Asked(31255), Asked(32556), Asked(10776, tokens=8190, prompt=32661)])
+    for one in (step, after):  # whatever is compiled or allocated the first time
+        one.run(one.build())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # cycles: about half a second
+    begun = torch.cuda.Event()
+    begun.record()
+    outputs = [one.run(one.build()) for one in (step, after)]
+    assert not begun.query(), "the GPU was not late"
+    for one, output in zip((step, after), outputs, strict=True):
+        check_ends(one, output)
 
 
 def captured(step: Step, batch: list[Asked]) -> tuple[torch.cuda.CUDAGraph, Tensor]:

@@ -1,8 +1,9 @@
 """Pinned memory for FlashInfer's plans, so that a plan never writes where an earlier step's copy to the device may still read.
 
-A FlashInfer wrapper writes every plan into one pinned buffer of its own and copies it without waiting. But vLLM plans a step while the one
-before it runs, and where the GPU is late (shared with others, say) that copy may not have run yet: the earlier step then reads half of the
-later one's plan, and attends to memory that is not there. Met by others too: mini-sglang, pull request 103.
+A FlashInfer wrapper writes every plan into one pinned buffer of its own and copies it without waiting. But vLLM's V2 runner plans a step
+while the one before it runs. Where the GPU is late (shared with others, say), that copy may not have run yet: the earlier step then reads
+the later one's plan, and if that has other numbers of decodes or prefills, heads and rows that are not there. Met by others too:
+mini-sglang, pull request 103.
 """
 
 from typing import Any
