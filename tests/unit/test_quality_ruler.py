@@ -17,6 +17,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from benchmarks.models import ModelError
+from benchmarks.quality.ruler import __main__ as ruler_main
 from benchmarks.quality.ruler import asking
 from benchmarks.quality.ruler import tasks as ruler_tasks
 from benchmarks.quality.ruler.__main__ import app
@@ -266,6 +267,8 @@ class FakeServer:
     def __init__(self, santa: bool = True, fails_at: int | None = None, obeys: bool = True, codebooks: bool = True):
         self.santa, self.fails_at, self.obeys, self.codebooks = santa, fails_at, obeys, codebooks
         self.asked: list[tuple[tuple[str, int, int], str, dict[str, Any]]] = []
+        self.answered: list[int] = []
+        """How many requests had come when each was answered."""
         self.rows: dict[tuple[str, str, str], float] = defaultdict(float)
         self.together = self.most_together = self.warmed_up = 0
         self._lock = threading.Lock()
@@ -293,6 +296,7 @@ class FakeServer:
         time.sleep(0.002)
         with self._lock:
             self.together -= 1
+            self.answered.append(len(self.asked))
         return Answer(name, *prompt.key, "one", 7, 0.1, prompt.answers)
 
 
@@ -309,10 +313,15 @@ def file(tmp_path: Path) -> AnswerFile:
     return AnswerFile(tmp_path / "answers.jsonl", RUN)
 
 
-def test_all_configurations_of_a_prompt_follow_each_other(file: AnswerFile) -> None:
+def test_a_prompts_first_configuration_goes_alone_and_all_others_together(file: AnswerFile) -> None:
     server = FakeServer()
     ask(server, file)
-    assert [(key, name) for key, name, _ in server.asked] == [(prompt.key, name) for prompt in PROMPTS for name in NAMES]
+    asked = [(key, name) for key, name, _ in server.asked]
+    groups = [asked[at : at + 3] for at in range(0, 18, 3)]
+    assert [group[0] for group in groups] == [(prompt.key, "dense") for prompt in PROMPTS]
+    assert [set(group) for group in groups] == [{(prompt.key, name) for name in NAMES} for prompt in PROMPTS]
+    assert server.answered[0::3] == [1, 4, 7, 10, 13, 16], "alone"
+    assert server.answered[2::3] == [3, 6, 9, 12, 15, 18] and server.most_together == 2, "the others together"
     assert len(file.done) == 18 and server.warmed_up == 1
     for key, name, parameters in server.asked:
         seed = {} if name == "dense" else {"seed": seed_of(next(prompt for prompt in PROMPTS if prompt.key == key))}
@@ -322,11 +331,11 @@ def test_all_configurations_of_a_prompt_follow_each_other(file: AnswerFile) -> N
 
 def test_a_run_goes_on_where_it_broke(file: AnswerFile) -> None:
     with pytest.raises(ConnectionError):
-        ask(FakeServer(fails_at=7), file)
-    assert len(file.done) == 7, "nothing was asked after the error"
+        ask(first := FakeServer(fails_at=7), file)
+    assert 7 <= len(file.done) == len(first.asked) <= 8, "nothing was asked after the error but what was on its way"
     second = FakeServer()
     ask(second, file)
-    assert len(second.asked) == 11 and len(file.done) == 18
+    assert len(first.asked) + len(second.asked) == len(file.done) == 18
     ask(third := FakeServer(), file)
     assert third.asked == []
 
@@ -335,14 +344,21 @@ def test_an_error_ends_all_threads(file: AnswerFile) -> None:
     server = FakeServer(fails_at=4)
     with pytest.raises(ConnectionError):
         ask(server, file, concurrency=3)
-    assert 4 <= len(file.done) == len(server.asked) <= 4 + 2, "only what was on its way"
+    assert 4 <= len(file.done) == len(server.asked) <= 4 + 5, "only what was on its way"
 
 
 def test_prompts_are_asked_together(file: AnswerFile) -> None:
     server = FakeServer()
     ask(server, file, concurrency=3)
-    assert 1 < server.most_together <= 3
+    assert 2 < server.most_together <= 6
     assert len(file.done) == 18
+
+
+def test_a_run_that_is_cut_off_has_whole_prompts(file: AnswerFile) -> None:
+    with pytest.raises(ConnectionError):
+        ask(FakeServer(fails_at=12), file, concurrency=2)
+    whole = [prompt for prompt in PROMPTS if all((name, *prompt.key) in file.done for name in NAMES)]
+    assert len(whole) >= 2 and len(file.done) - len(whole) * len(NAMES) <= 2 * len(NAMES), "all but those on their way"
 
 
 def test_no_prompt_begins_after_its_time(file: AnswerFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -443,7 +459,7 @@ def test_scores_of_answers() -> None:
 
 def test_table() -> None:
     lines = table(scores_of(answers()), 512).splitlines()
-    assert lines[0] == "| 512 tokens, 4 samples a task | fwe | qa_1 | average | against dense |"
+    assert lines[0] == "| 512 tokens, 2 to 4 samples a task | fwe | qa_1 | average | against dense |"
     assert lines[2].startswith("| dense | 87.5 (") and lines[2].endswith(" |  |")
     assert "50.0 (50–50) ▼" in lines[3] and "-18.8 (" in lines[3]
     assert lines[4].startswith("| ssa-20x | 100.0 (100–100) | – | – |")
@@ -459,6 +475,16 @@ def test_report_command(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "ruler-tiny-x.json").read_text())
     assert written["about"] == "a test" and written["versions"]["ruler"].endswith("==26.3")
     assert written["scores"][0] == scores_of(answers())[0]._asdict()
+
+
+def test_ask_takes_samples_of_all_tasks_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_prompts(tmp_path / "p.jsonl.gz", "words", True, PROMPTS)
+    taken: list[tuple[str, int]] = []
+    monkeypatch.setattr(ruler_main, "Server", lambda *_: SimpleNamespace(model="tiny", version="1.2"))
+    monkeypatch.setattr(ruler_main, "ask_all", lambda _server, prompts, *_: taken.extend((prompt.task, prompt.index) for prompt in prompts))
+    result = CliRunner().invoke(app, ["ask", str(tmp_path / "p.jsonl.gz"), "--out", str(tmp_path / "a.jsonl")])
+    assert result.exit_code == 0
+    assert taken == [(task, index) for index in range(3) for task in ("fwe", "vt")], "a run that is cut off is balanced"
 
 
 def test_ask_refuses_an_unknown_configuration(tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def ask(
     task: Annotated[list[str] | None, typer.Option(help="Only these tasks of the prompt file.")] = None,
     length: Annotated[list[int] | None, typer.Option(help="Only these lengths of the prompt file.")] = None,
     samples: Annotated[int | None, typer.Option(min=1, help="Only the first samples of each task and length.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Prompts that are asked at a time.")] = 1,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Prompts on their way at a time; after the first, all configurations ask at once.")
+    ] = 1,
     seconds: Annotated[float, typer.Option(help="Begin no prompt after so many seconds.")] = float("inf"),
     about: Annotated[str, typer.Option(help="What serves: hardware, precision, options. Kept with the results.")] = "",
 ) -> None:
@@ -90,7 +92,7 @@ def ask(
     ]
     if not chosen:
         raise typer.BadParameter(f"{prompts}: has no such prompts")
-    chosen.sort(key=lambda prompt: prompt.index)  # a run that is cut off has about as many samples of every task
+    chosen.sort(key=lambda prompt: prompt.index)  # a run that is cut off has as many samples of every task
     try:
         server = Server(url, given.chat)
         run = {

@@ -5,6 +5,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -26,8 +27,9 @@ def ask_all(
 ) -> None:
     """Ask what the file of answers lacks.
 
-    All configurations of a prompt follow each other, so that the server's prefix cache pays for its prefill once; `concurrency` prompts
-    are on their way at a time. After `seconds`, those on their way are the last.
+    `concurrency` prompts are on their way at a time. Of each, the first configuration goes alone, because it pays for the prefill; then
+    all others go together, out of the server's prefix cache. So a run that is cut off has all answers to almost every prompt it began.
+    After `seconds`, the prompts on their way are the last.
 
     Raises:
         ServerError: the server cannot run a configuration, or did not do what it was asked.
@@ -48,26 +50,30 @@ def ask_all(
     parameters = {name: CONFIGURATIONS[name] for name in asked} if server.runs_santa() else {"dense": {}}
     before, expected, stop, deadline = server.counters(), 0, threading.Event(), time.monotonic() + seconds
 
-    def ask_prompt(prompt: Prompt) -> int:
+    def ask_one(prompt: Prompt, name: str) -> int:
+        """Returns how many tokens of the answer should have been decoded sparsely."""
+        if stop.is_set():
+            return 0
         try:
-            return ask_configurations(prompt) if time.monotonic() < deadline else 0
+            answer = server.ask(prompt, name, parameters[name] | ({"seed": seed_of(prompt)} if name in sparse else {}))
         except BaseException:
-            stop.set()  # before this thread takes the next prompt
+            stop.set()  # before another thread takes the next request
             raise
+        answers.add(answer)
+        progress.advance(bar)
+        return max(answer.tokens - 1, 0) if name in sparse else 0
 
-    def ask_configurations(prompt: Prompt) -> int:
-        tokens = 0
-        for name in todo[prompt.key]:
-            if stop.is_set():
-                break
-            seed = {"seed": seed_of(prompt)} if name in sparse else {}
-            answer = server.ask(prompt, name, parameters[name] | seed)
-            answers.add(answer)
-            progress.advance(bar)
-            tokens += max(answer.tokens - 1, 0) if name in sparse else 0
-        return tokens
+    def ask_prompt(prompt: Prompt) -> int:
+        if time.monotonic() >= deadline:
+            return 0
+        first, *others = todo[prompt.key]
+        return ask_one(prompt, first) + sum(together.map(partial(ask_one, prompt), others))
 
-    with _progress(console) as progress, ThreadPoolExecutor(concurrency) as pool:
+    with (
+        _progress(console) as progress,
+        ThreadPoolExecutor(concurrency * len(configurations)) as together,
+        ThreadPoolExecutor(concurrency) as pool,
+    ):
         total = len(prompts) * len(configurations)
         bar = progress.add_task("answers", total=total, completed=total - sum(map(len, todo.values())))
         futures = [pool.submit(ask_prompt, prompt) for prompt in open_]

@@ -80,8 +80,9 @@ def table(scores: list[Score], length: int) -> str:
     cells = {(entry.configuration, entry.task): entry for entry in at_length}
     averaged = any(entry.task == AVERAGE for entry in at_length)
     columns = [*tasks, AVERAGE] if averaged else tasks
-    count = max(entry.samples for entry in at_length if entry.task != AVERAGE)
-    lines = [f"| {length:,} tokens, {count} samples a task | {' | '.join(columns)} | against dense |"]
+    counts = sorted({entry.samples for entry in at_length if entry.task != AVERAGE})
+    samples = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"  # a run that was cut off has fewer of some
+    lines = [f"| {length:,} tokens, {samples} samples a task | {' | '.join(columns)} | against dense |"]
     lines.append("|---" * (len(columns) + 2) + "|")
     for configuration in dict.fromkeys(entry.configuration for entry in at_length):
         row = [_cell(cells.get((configuration, task)), cells.get(("dense", task))) for task in columns]

@@ -33,18 +33,21 @@ class Server:
         self.model: str = model.id
         self.max_model_len: int = model.max_model_len  # type: ignore[attr-defined]  # vLLM's own field
         self.version: str = httpx.get(f"{self.url}/version", timeout=60).raise_for_status().json()["version"]
-        self._tokens = lru_cache(maxsize=1024)(self._tokenize)  # once for all configurations of a prompt
+        self._tokens = lru_cache(maxsize=64)(self._tokenize)  # once for all configurations of a prompt
 
     def ask(self, prompt: Prompt, configuration: str, parameters: dict[str, Any], max_tokens: int | None = None) -> Answer:
         """One text completion at temperature 0. The seed is the sample's, so that a run can be repeated."""
         started = time.monotonic()
-        xargs = {f"santa_{name}": value for name, value in parameters.items()}
+        # The client looks at every token of a `prompt` in Python, a third of a second for 16,384; it passes other fields on as they are.
+        body: dict[str, Any] = {"prompt": self._tokens(prompt.text)}
+        if parameters:
+            body["vllm_xargs"] = {f"santa_{name}": value for name, value in parameters.items()}
         completion = self._client.completions.create(
             model=self.model,
-            prompt=self._tokens(prompt.text),
+            prompt="",
             max_tokens=max_tokens or prompt.max_tokens,
             temperature=0,
-            extra_body={"vllm_xargs": xargs} if xargs else {},
+            extra_body=body,
         )
         tokens = completion.usage.completion_tokens if completion.usage else 0
         seconds = round(time.monotonic() - started, 3)
