@@ -231,6 +231,15 @@ def test_answers_are_kept(tmp_path: Path) -> None:
     assert read_answers(path) == (RUN, [answer(), answer("pps-64")])
 
 
+def test_a_copy_that_ends_in_a_line_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "answers.jsonl"
+    file = AnswerFile(path, RUN)
+    file.add(answer(index=0))
+    file.add(answer(index=1))
+    path.write_bytes(path.read_bytes()[:-3])
+    assert read_answers(path) == (RUN, [answer(index=0)])
+
+
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_a_line_that_was_cut_off_is_asked_again(tmp_path: Path, kept: int) -> None:
     """Also if it is the first line, which says what was run."""

@@ -57,9 +57,10 @@ class AnswerFile:
 
 
 def read_answers(path: Path) -> tuple[dict[str, Any], list[Answer]]:
-    """What was run, and its answers."""
+    """What was run, and its answers; a last line that was not written to its end is not one."""
     try:
-        run, *answers = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        whole, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
+        run, *answers = map(json.loads, whole.split("\n"))
         return run, [Answer(**answer) for answer in answers]
     except (json.JSONDecodeError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: is not a file of answers: {error}") from None
