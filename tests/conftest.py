@@ -1,5 +1,6 @@
 """What the folders of tests that start servers share: the tiny model, its codebooks, a place for logs, and when to skip."""
 
+import math
 from importlib.metadata import distributions
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--requests", type=int, default=200, help="requests that tests/reliability sends")
+    parser.addoption("--minutes", type=float, default=math.inf, help="minutes after which tests/reliability sends no more of them")
     parser.addoption("--traffic-seed", type=int, default=0, help="seed of the requests that tests/reliability sends")
 
 
