@@ -32,7 +32,7 @@ serve: setup ## Start the demo's server and leave it up
 
 test: model $(VENV)/headers.stamp ## Run all tests; those that need a GPU skip
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs -n logical tests/unit tests/gpu
-	$(BIN)/python -m pytest -rs tests/serve tests/reliability
+	$(BIN)/python -m pytest -rs --durations=15 tests/serve tests/reliability
 
 lint: setup ## ruff and mypy
 	$(BIN)/ruff check .
