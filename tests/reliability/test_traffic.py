@@ -14,7 +14,7 @@ from client import Choice, Outcome, send
 from jobs import LIMIT, Job, Mix
 from processes import memory
 from scipy.stats import poisson
-from server import NOISE, Server
+from server import Answer, Server
 
 WAVE = 40
 WARM = 1000
@@ -123,10 +123,9 @@ def is_repeatable(outcome: Outcome) -> bool:
     return greedy and outcome.status == 200 and not outcome.job.refused and len(outcome.choices[0].tokens) > 4
 
 
-def agreement(a: Choice, b: Choice) -> int:
-    """Leading steps with the same token and, to NOISE, the same log-probability."""
-    steps = zip(a.tokens, b.tokens, a.logprobs, b.logprobs, strict=False)
-    return next((i for i, (x, y, p, q) in enumerate(steps) if x != y or not abs(p - q) < NOISE), min(len(a.tokens), len(b.tokens)))
+def agreement(old: Choice, new: Choice) -> int:
+    """Leading steps that are the same."""
+    return Answer(old.tokens, old.logprobs).agreement(Answer(new.tokens, new.logprobs))
 
 
 def count_kinds(outcomes: list[Outcome]) -> dict[str, int]:
