@@ -6,8 +6,6 @@
 namespace santa {
 
 constexpr int kLookThreads = 256;
-constexpr int kFirst = 16, kLast = 48;
-constexpr int kPartKeys = 128;                       // keys one block looks at
 
 __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers out) {
   launch_next();
@@ -18,15 +16,15 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
   for (int i = part * kLookThreads + threadIdx.x; i < kByteCodes / 4; i += parts * kLookThreads) histogram[i] = uint4{0, 0, 0, 0};
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, r = lane / 4;
-  const int looks = parts * kPartKeys, spread = looks - kFirst - kLast;
-  const float share = n <= looks ? 1.f : float(n - kFirst - kLast) / spread;
+  const int looks = parts * kLookKeys, spread = looks - kLookFirst - kLookLast;
+  const float share = look_share(n);
   const auto token_of = [&](int i) -> int {          // the i-th key looked at, -1 if there is none
     if (n <= looks) return i < n ? i : -1;
-    if (i < kFirst) return i;
-    if (i >= kFirst + spread) return n - looks + i;
-    return kFirst + min(int((float(i - kFirst) + 0.5f) * share), n - kFirst - kLast - 1);
+    if (i < kLookFirst) return i;
+    if (i >= kLookFirst + spread) return n - looks + i;
+    return kLookFirst + min(int((float(i - kLookFirst) + 0.5f) * share), n - kLookFirst - kLookLast - 1);
   };
-  const int mine = part * kPartKeys + warp * 16 + r, tokens[2] = {token_of(mine), token_of(mine + 8)};
+  const int mine = part * kLookKeys + warp * 16 + r, tokens[2] = {token_of(mine), token_of(mine + 8)};
   uint4 rows[2][kPieces];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
@@ -39,34 +37,47 @@ __global__ void __launch_bounds__(kLookThreads) look_kernel(Batch batch, Pages p
   float acc[kColumns][4] = {};
   multiply<0, kPieces>(acc, rows[0], rows[1], query);
 
-  __shared__ float warp_max[8][16], warp_sum[8][16];
+  __shared__ float warp_max[8][16], warp_sum[8][16], warp_heaviest[8][16];
 #pragma unroll
   for (int j = 0; j < kColumns; ++j)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float x[2], weight[2];
+      float x[2], weight[2], heaviest = -1e30f;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const int i = mine + 8 * e;
         x[e] = tokens[e] >= 0 ? scores(acc[j][2 * e + h]) : -INFINITY;
-        weight[e] = i >= kFirst && i < kFirst + spread ? share : 1.f;
+        const bool others = i >= kLookFirst && i < kLookFirst + spread;
+        weight[e] = others ? share : 1.f;
+        if (others) heaviest = fmaxf(heaviest, x[e]);
       }
       float m = fmaxf(fmaxf(x[0], x[1]), -1e30f);
 #pragma unroll
-      for (int d = 4; d < 32; d *= 2) m = fmaxf(m, __shfl_xor_sync(kAll, m, d));
+      for (int d = 4; d < 32; d *= 2) {
+        m = fmaxf(m, __shfl_xor_sync(kAll, m, d));
+        heaviest = fmaxf(heaviest, __shfl_xor_sync(kAll, heaviest, d));
+      }
       float sum = weight[0] * exp2_fast(x[0] - m) + weight[1] * exp2_fast(x[1] - m);
 #pragma unroll
       for (int d = 4; d < 32; d *= 2) sum += __shfl_xor_sync(kAll, sum, d);
-      if (lane < 4) { warp_max[warp][8 * j + 2 * lane + h] = m; warp_sum[warp][8 * j + 2 * lane + h] = sum; }
+      if (lane < 4) {
+        const int slot = 8 * j + 2 * lane + h;
+        warp_max[warp][slot] = m;
+        warp_sum[warp][slot] = sum;
+        warp_heaviest[warp][slot] = heaviest;
+      }
     }
   __syncthreads();
   if (threadIdx.x < kGroup) {
-    float m = -1e30f, sum = 0.f;
+    float m = -1e30f, sum = 0.f, heaviest = -1e30f;
 #pragma unroll
-    for (int w = 0; w < 8; ++w) m = fmaxf(m, warp_max[w][threadIdx.x]);
+    for (int w = 0; w < 8; ++w) {
+      m = fmaxf(m, warp_max[w][threadIdx.x]);
+      heaviest = fmaxf(heaviest, warp_heaviest[w][threadIdx.x]);
+    }
 #pragma unroll
     for (int w = 0; w < 8; ++w) sum += warp_sum[w][threadIdx.x] * exp2_fast(warp_max[w][threadIdx.x] - m);
-    out.look[(pair * kLookParts + part) * kGroup + threadIdx.x] = make_float2(m, sum);
+    out.look[(pair * kLookParts + part) * kGroup + threadIdx.x] = make_float4(m, sum, heaviest, 0.f);
   }
   __syncthreads();
   if (threadIdx.x == 0) {

@@ -16,7 +16,7 @@ void pps(TensorView q, TensorView kv, TensorView block_table, TensorView seq_len
   const Batch batch = make_batch(block_table, seq_lens, method, budget, seed, methods, kv.size(1), layer, head_offset, unit_mass.size(2));
   const Pages pages = make_pages(kv);
   const Scores scores = Scores::make(float(scale), float(soft_cap));
-  const PpsBuffers buffers{data<float2>(look_parts),
+  const PpsBuffers buffers{data<float4>(look_parts),
                            data<unsigned>(histogram),
                            data<uint8_t>(codes),
                            data<float>(unit_mass),

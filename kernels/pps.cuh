@@ -5,16 +5,24 @@
 
 namespace santa {
 
-constexpr int kLookParts = 4;     // blocks that share a first look; one for every 16K tokens
+constexpr int kLookParts = 8;     // blocks that share a first look; one for every 2K tokens
 
-__device__ __forceinline__ int look_parts(int n) { return n == 0 ? 0 : min(kLookParts, 1 + n / 16384); }
+constexpr int kLookKeys = 128, kLookFirst = 16, kLookLast = 48;     // keys a part looks at; of them all, at the row's start and end
+
+__device__ __forceinline__ int look_parts(int n) { return n == 0 ? 0 : min(kLookParts, 1 + n / 2048); }
+// Keys that each of those between start and end stands for.
+__device__ __forceinline__ float look_share(int n) {
+  const int looks = look_parts(n) * kLookKeys, ends = kLookFirst + kLookLast;
+  return n <= looks ? 1.f : float(n - ends) / float(looks - ends);
+}
 
 // The scan keeps 8 bits of a log-code: 0 excludes the token, c stands for 32 (c - kCodeZero), an eighth of an octave a step, from 2^-24
 // to 2^8 times a head's whole mass. q only shapes the inclusion probabilities, so a coarse one is as fair.
 constexpr int kByteCodes = 256, kCodeZero = 192;
 
 struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV head
-  float2* look;                   // [P, kLookParts, group] (m, s): a part of the estimate is s * 2^m
+  float4* look;                   // [P, kLookParts, group] (m, s, t, 0): s * 2^m is a part of the first look's estimate, t the highest score of a
+                                  // key that stands for others; with one part, what q was mixed with
   unsigned* histogram;            // [P, kByteCodes] of the codes
   uint8_t* codes;                 // [P, max_units * kUnit]
   float* unit_mass;               // [P, max_units, group] log2 of what the unit's keys weigh
@@ -26,6 +34,30 @@ struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV
   int* count;                     // [P]
   int max_samples;
 };
+
+// Log2 of a head's estimate, 0 if that is no number. part: the head's first part, already complete.
+//
+// Of the keys that stand for others, the heaviest counts once: if it is one of a few that hold a head's mass, counting it for all the keys
+// around it would make the head seem heavier than it is by as much, and starve it.
+__device__ __forceinline__ float look_norm(const float4* part, int n) {
+  float top = -1e30f, sum = 0.f, heaviest = -1e30f;
+#pragma unroll
+  for (int p = 0; p < kLookParts; ++p) {
+    if (p >= look_parts(n)) break;
+    const float4 own = __ldcg(part + p * kGroup);
+    const float higher = fmaxf(top, own.x);
+    sum = sum * exp2_fast(top - higher) + own.y * exp2_fast(own.x - higher);
+    top = higher;
+    heaviest = fmaxf(heaviest, own.z);
+  }
+  const float rest = sum - (look_share(n) - 1.f) * exp2_fast(heaviest - top);
+  return rest > 0.f && rest < INFINITY ? top + log2_fast(rest) : 0.f;
+}
+
+// The byte of a token with this q.
+__device__ __forceinline__ int byte_code(float q) {
+  return q > 0.f ? max(1, min(kByteCodes - 1, __float2int_rd(8.f * log2_fast(q)) + kCodeZero)) : 0;
+}
 
 cudaError_t look(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, cudaStream_t);
 cudaError_t score_codes(const Batch&, const Pages&, const Scores&, const void* q, const PpsBuffers&, int blocks, cudaStream_t,

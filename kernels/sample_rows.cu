@@ -2,13 +2,15 @@
 //
 // Each block turns its slice of the log-codes into inclusion probabilities, places the samples that fall into it (systematic sampling over
 // the prefix sums), and reads their K and V: out = sum over the chosen rows of (p / pi) v. The scores are computed again from the keys; p
-// uses the exact log2-sum-exp. The blocks exchange their sums through shared memory: before placement, and at the end.
+// uses the exact log2-sum-exp. The blocks exchange their sums through shared memory: before placement, and at the end. Where the exact sums
+// show that the first look starved a head, q is mixed anew (remix.cuh) and all of it is done once more.
 #include "block_sum.cuh"
 #include "cluster.cuh"
 #include "gather.cuh"
 #include "philox.cuh"
 #include "pps.cuh"
 #include "rate.cuh"
+#include "remix.cuh"
 
 namespace santa {
 
@@ -121,48 +123,74 @@ struct RowTile {
   }
 };
 
-__global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
-    sample_rows_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers buffers, Half* out, float* lse_out) {
-  __shared__ int64_t double_exp2[256], inclusion[kByteCodes], scratch[kRowsWarps];
-  __shared__ int64_t slice_sum[kMaxCluster];         // of every block's slice: written by that block
-  __shared__ float2 slice_mass[kMaxCluster][kGroup];
-  __shared__ float lse[kGroup];
-  __shared__ const Half* address[kRowsWarps][kTileRows];
-  __shared__ float weight[kRowsWarps][kTileRows][kGroup];
-  __shared__ ByteSolver::Shared solver_shared;
-  __shared__ int rate;
-  extern __shared__ __align__(16) float parts[];     // [kRowsWarps, kOutSize]; before that, the list of samples
+struct Shared {
+  int64_t double_exp2[256], inclusion[kByteCodes], scratch[kRowsWarps];
+  int64_t slice_sum[kMaxCluster];                    // of every block's slice: written by that block
+  float2 slice_mass[kMaxCluster][kGroup];
+  float lse[kGroup];
+  const Half* address[kRowsWarps][kTileRows];
+  float weight[kRowsWarps][kTileRows][kGroup];
+  ByteSolver::Shared solver;
+  int rate, starving;
+};
+extern __shared__ __align__(16) float parts[];       // [kRowsWarps, kOutSize]; before that, the list of samples
+
+// A block's slice of its row and KV head, as it is kept in registers.
+struct Slice {
+  const int* table;
+  const uint8_t* codes;
+  int64_t pair, offset;
+  int n, tiles, begin, end, tile_tokens, block_size;
+  Run run;
+
+  __device__ __forceinline__ Slice(const Batch& batch, const Pages& pages, const PpsBuffers& buffers, int n)
+      : pair(int64_t(blockIdx.z) * batch.kv_heads + blockIdx.y), n(n), block_size(pages.block_size) {
+    const int rank = blockIdx.x, blocks = gridDim.x;
+    tiles = ceil_div(n, blocks * kTileTokens);
+    run.pieces = tiles > 1 ? kMaxPieces : ceil_div(n, blocks * kRowsThreads * kPieceTokens);
+    tile_tokens = kRowsThreads * run.pieces * kPieceTokens;
+    begin = rank * tiles * tile_tokens;
+    end = min(n, begin + tiles * tile_tokens);
+    table = batch.block_table + blockIdx.z * batch.table_stride;
+    codes = buffers.codes + pair * batch.max_units * kUnit;
+    enter(0);
+    offset = uniform44(batch.seed[blockIdx.z], n - 1, batch.layer, kSelectStream, batch.head_offset + blockIdx.y, 0);
+  }
+  __device__ __forceinline__ void enter(int tile) {
+    run.first = begin + tile * tile_tokens + threadIdx.x * run.pieces * kPieceTokens;
+    run.locate(table, block_size, n);
+  }
+};
+
+// Each head's mass in the slice, to all blocks of the cluster. By all warps but the first.
+__device__ __forceinline__ void sum_masses(const Batch& batch, const PpsBuffers& buffers, const Slice& slice, Shared& shared) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = gridDim.x;
+  const int first_unit = slice.begin / kUnit, last_unit = ceil_div(slice.end, kUnit);
+  for (int h = warp > 0 ? warp - 1 : kGroup; h < kGroup; h += kRowsWarps - 1) {
+    const float* units = buffers.unit_mass + slice.pair * batch.max_units * kGroup + h;
+    Mass mass;
+    for (int u = first_unit + lane; u < last_unit; u += 4 * 32) {
+      float part[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) part[i] = u + 32 * i < last_unit ? __ldcg(units + int64_t(u + 32 * i) * kGroup) : -INFINITY;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) mass.add(part[i]);
+    }
+    mass.add_lanes();
+    if (lane < blocks) *in_block(&shared.slice_mass[blockIdx.x][h], lane) = make_float2(mass.top, mass.sum);
+  }
+}
+
+// Chooses the rows and sums them up. The first time, false and nothing written if a head turns out to be starved, for all blocks of the
+// cluster alike.
+template <bool AGAIN>
+__device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pages, const Scores& scores, const Half* q,
+                                            const PpsBuffers& buffers, Slice& slice, Shared& shared, Half* out, float* lse_out) {
+  const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  auto& [table, codes, pair, offset, n, tiles, begin, end, tile_tokens, block_size, run] = slice;
+  auto& [double_exp2, inclusion, scratch, slice_sum, slice_mass, lse, address, weight, solver_shared, rate, starving] = shared;
   int4* list = reinterpret_cast<int4*>(parts);
   float4* incoming = reinterpret_cast<float4*>(parts) + kListBytes / 16;          // [blocks, share]
-  const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const bool first_block = rank == 0 && head == 0 && row == 0;
-  const int64_t pair = int64_t(row) * batch.kv_heads + head;
-  const int n = batch.length(row);
-  if (n == 0) {                                      // of another method, or empty
-    if (rank == 0 && (batch.methods >> batch.method[row] & 1)) {
-      for (int i = threadIdx.x; i < kOutSize; i += kRowsThreads) out[pair * kOutSize + i] = Half(0.f);
-      if (lse_out && threadIdx.x < kGroup) lse_out[pair * kGroup + threadIdx.x] = -INFINITY;
-      if (threadIdx.x == 0) buffers.count[pair] = 0;
-    }
-    if (first_block) wait_previous();
-    return;
-  }
-  cluster_arrive();
-  const int tiles = ceil_div(n, blocks * kTileTokens);
-  Run run;
-  run.pieces = tiles > 1 ? kMaxPieces : ceil_div(n, blocks * kRowsThreads * kPieceTokens);
-  const int tile_tokens = kRowsThreads * run.pieces * kPieceTokens, begin = rank * tiles * tile_tokens;
-  const int* table = batch.block_table + row * batch.table_stride;
-  const uint8_t* codes = buffers.codes + pair * batch.max_units * kUnit;
-  const auto enter = [&](int tile) {
-    run.first = begin + tile * tile_tokens + threadIdx.x * run.pieces * kPieceTokens;
-    run.locate(table, pages.block_size, n);
-  };
-  enter(0);
-  for (int i = threadIdx.x; i < 256; i += kRowsThreads) double_exp2[i] = 2 * buffers.exp2[i];
-  const int64_t offset = uniform44(batch.seed[row], n - 1, batch.layer, kSelectStream, batch.head_offset + head, 0);
-  buffers.progress.wait(pair, ceil_div(n, kUnit));
-  cluster_wait();                                    // the blocks' shared memory may be written to: all have started
 
   uint2 words[kMaxPieces];
   run.load(codes, n, words);
@@ -174,26 +202,13 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
     for (int code = lane; code < kByteCodes; code += 32)
       inclusion[code] = code > 0 ? power(double_exp2, (code - kCodeZero << kBinShift) + rate) : 0;
   }
-  const int first_unit = begin / kUnit, last_unit = min(ceil_div(n, kUnit), (begin + tiles * tile_tokens) / kUnit);
-  for (int h = warp > 0 ? warp - 1 : kGroup; h < kGroup; h += kRowsWarps - 1) {
-    const float* units = buffers.unit_mass + pair * batch.max_units * kGroup + h;
-    Mass mass;
-    for (int u = first_unit + lane; u < last_unit; u += 4 * 32) {
-      float part[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) part[i] = u + 32 * i < last_unit ? __ldcg(units + int64_t(u + 32 * i) * kGroup) : -INFINITY;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) mass.add(part[i]);
-    }
-    mass.add_lanes();
-    if (lane < blocks) *in_block(&slice_mass[rank][h], lane) = make_float2(mass.top, mass.sum);
-  }
+  if constexpr (!AGAIN) sum_masses(batch, buffers, slice, shared);
   __syncthreads();
 
   // The slice's sum of inclusion probabilities, and what lies before it. The probabilities of the only tile stay in registers.
   int64_t own = run.include(words, inclusion), slice_own = own;
   for (int tile = 1; tile < tiles; ++tile) {
-    enter(tile);
+    slice.enter(tile);
     run.load(codes, n, words);
     slice_own += run.include(words, inclusion);
   }
@@ -214,7 +229,7 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
   const int first_slot = int(at >> 44), count = max(0, min(buffers.max_samples, int((at + sum) >> 44)) - first_slot);
   for (int tile = 0; tile < tiles; ++tile) {
     if (tiles > 1) {
-      enter(tile);
+      slice.enter(tile);
       run.load(codes, n, words);
       own = run.include(words, inclusion);
       __syncthreads();                               // scratch is used again
@@ -248,16 +263,23 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
   const auto load = [&] {
     const int mine = min(tile + r, count - 1);
     if (tile < count)
-      rows.load(pages, head, mine < kListed ? list[mine] : __ldcg(sample + first_slot + mine), count - tile, address[warp]);
+      rows.load(pages, head, mine < kListed ? list[mine] : __ldcg(sample + first_slot + mine), count - tile, shared.address[warp]);
   };
   load();
-  for (int h = warp; h < kGroup; h += kRowsWarps) {
-    Mass mass;
-    if (lane < blocks) mass = {slice_mass[lane][h].x, slice_mass[lane][h].y};
-    mass.add_lanes();
-    if (lane == 0) lse[h] = mass.log2();
+  if constexpr (!AGAIN) {
+    for (int h = warp; h < kGroup; h += kRowsWarps) {
+      const float norm = look_norm(buffers.look + pair * kLookParts * kGroup + h, n);
+      Mass mass;
+      if (lane < blocks) mass = {slice_mass[lane][h].x, slice_mass[lane][h].y};
+      mass.add_lanes();
+      if (lane == 0) {
+        lse[h] = mass.log2();
+        if (starved(rate, lse[h], norm, batch.budget[row])) starving = true;
+      }
+    }
+    __syncthreads();
+    if (starving) return false;
   }
-  __syncthreads();
   if (rank == 0) {
     if (threadIdx.x == 0) {
       buffers.rate[pair] = rate;
@@ -306,6 +328,60 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
     if (isnan(lse[4 * i / kHeadDim])) total = make_float4(NAN, NAN, NAN, NAN);
     store_half4(out + pair * kOutSize + 4 * i, total);
   }
+  return true;
+}
+
+// With the exact log2-sum-exps as norms. Out of line: it is rare, and its registers are its own.
+__device__ __noinline__ void sample_again(const Batch& batch, const Pages& pages, const Scores& scores, const Half* q, const PpsBuffers& buffers,
+                                          Shared& shared, Half* out, float* lse_out) {
+  const int rank = blockIdx.x, head = blockIdx.y, row = blockIdx.z;
+  Slice slice(batch, pages, buffers, batch.seq_lens[row]);
+  unsigned *counts = reinterpret_cast<unsigned*>(parts), *histogram = buffers.histogram + slice.pair * kByteCodes;
+  float4* look = buffers.look + slice.pair * kLookParts * kGroup;
+  for (int code = threadIdx.x; code < kByteCodes; code += kRowsThreads) {
+    counts[code] = 0;
+    if (rank == 0) histogram[code] = 0;
+  }
+  __threadfence();
+  cluster_barrier();
+  if (rank == 0 && threadIdx.x < kLookParts * kGroup)
+    look[threadIdx.x] = threadIdx.x < kGroup ? make_float4(shared.lse[threadIdx.x], 1.f, -1e30f, 0.f) : make_float4(-1e30f, 0.f, -1e30f, 0.f);
+  Query query;
+  query.load(q + slice.pair * kOutSize, threadIdx.x % 32);
+  remix<kRowsWarps>(batch, pages, scores, query, shared.lse, row, head, slice.begin, slice.end,
+                    buffers.codes + slice.pair * batch.max_units * kUnit, counts);
+  __syncthreads();
+  for (int code = threadIdx.x; code < kByteCodes; code += kRowsThreads)
+    if (counts[code]) atomicAdd(histogram + code, counts[code]);
+  __threadfence();
+  cluster_barrier();
+  sample_pair<true>(batch, pages, scores, q, buffers, slice, shared, out, lse_out);
+}
+
+__global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
+    sample_rows_kernel(const __grid_constant__ Batch batch, const __grid_constant__ Pages pages, const __grid_constant__ Scores scores,
+                       const Half* q, const __grid_constant__ PpsBuffers buffers, Half* out, float* lse_out) {
+  __shared__ Shared shared;
+  const int rank = blockIdx.x, head = blockIdx.y, row = blockIdx.z, n = batch.length(row);
+  const bool first_block = rank == 0 && head == 0 && row == 0;
+  const int64_t pair = int64_t(row) * batch.kv_heads + head;
+  if (n == 0) {                                      // of another method, or empty
+    if (rank == 0 && (batch.methods >> batch.method[row] & 1)) {
+      for (int i = threadIdx.x; i < kOutSize; i += kRowsThreads) out[pair * kOutSize + i] = Half(0.f);
+      if (lse_out && threadIdx.x < kGroup) lse_out[pair * kGroup + threadIdx.x] = -INFINITY;
+      if (threadIdx.x == 0) buffers.count[pair] = 0;
+    }
+    if (first_block) wait_previous();
+    return;
+  }
+  cluster_arrive();
+  Slice slice(batch, pages, buffers, n);
+  for (int i = threadIdx.x; i < 256; i += kRowsThreads) shared.double_exp2[i] = 2 * buffers.exp2[i];
+  if (threadIdx.x == 0) shared.starving = false;
+  buffers.progress.wait(pair, ceil_div(n, kUnit));
+  cluster_wait();                                    // the blocks' shared memory may be written to: all have started
+  if (!sample_pair<false>(batch, pages, scores, q, buffers, slice, shared, out, lse_out))
+    sample_again(batch, pages, scores, q, buffers, shared, out, lse_out);
   if (rank == 0 && threadIdx.x == 0) buffers.progress.leave(pair, 1);
   if (first_block) wait_previous();
 }

@@ -22,22 +22,10 @@ struct CodeEpilogue {
     histogram = histograms + parity * kByteCodes;
     const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
     Progress::wait_for(&out.progress.pair[pair].y, look_parts(s.length));
+    const float4* look = out.look + pair * kLookParts * kGroup;
 #pragma unroll
-    for (int h = 0; h < kHeadSlots; ++h) {
-      norm[h] = INFINITY;
-      if (head_of(h, lane) >= kGroup) continue;
-      const float2* look = out.look + pair * kLookParts * kGroup + head_of(h, lane);
-      float top = -1e30f, sum = 0.f;
-      float2 part[kLookParts];
-#pragma unroll
-      for (int p = 0; p < kLookParts; ++p) {
-        part[p] = p < look_parts(s.length) ? __ldcg(look + p * kGroup) : float2{-1e30f, 0.f};
-        top = fmaxf(top, part[p].x);
-      }
-#pragma unroll
-      for (int p = 0; p < kLookParts; ++p) sum += part[p].y * exp2_fast(part[p].x - top);
-      norm[h] = sum > 0.f && sum < INFINITY ? top + log2_fast(sum) : 0.f;
-    }
+    for (int h = 0; h < kHeadSlots; ++h)
+      norm[h] = head_of(h, lane) < kGroup ? look_norm(look + head_of(h, lane), s.length) : INFINITY;
     codes = out.codes + pair * batch.max_units * kUnit;
     mass = out.unit_mass + pair * batch.max_units * kGroup;
   }
@@ -85,7 +73,7 @@ struct CodeEpilogue {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float mine = (odd ? half[2 + i] : half[i]) + __shfl_xor_sync(kAll, odd ? half[i] : half[2 + i], 1);
-      const int code = mine > 0.f ? max(1, min(kByteCodes - 1, __float2int_rd(8.f * log2_fast(mine)) + kCodeZero)) : 0;
+      const int code = byte_code(mine);
       if (mine > 0.f) atomicAdd(&histogram[code], 1u);
       word |= uint32_t(code) << 8 * i;
     }

@@ -19,6 +19,8 @@ CHUNK = 8192
 """Tokens one block of a placement covers."""
 BYTE_CODES, CODE_ZERO, CODE_STEP = 256, 192, 32
 """pps keeps a log-code in a byte c: 0 excludes the token, others stand for CODE_STEP * (c - CODE_ZERO)."""
+LOOK_PARTS, LOOK_TOKENS = 8, 2048
+"""Blocks that share the first look of pps at a row and KV head: one for every LOOK_TOKENS tokens."""
 DRAWS = 128
 """Draws a block of the value samplers takes at a time."""
 
@@ -71,7 +73,7 @@ class PpsWorkspace:
             return torch.empty(size, dtype=dtype, device=device)
 
         pair = (rows, kv_heads)
-        self.look = empty(*pair, 4, shape.group, 2)
+        self.look = empty(*pair, LOOK_PARTS, shape.group, 4)
         self.histogram = empty(*pair, BYTE_CODES, dtype=torch.int32)
         self.codes = empty(*pair, units * UNIT, dtype=torch.uint8)
         self.unit_mass = empty(*pair, units, shape.group)

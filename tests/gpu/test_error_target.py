@@ -36,7 +36,7 @@ def test_a_step_estimates_the_errors_that_it_makes(reference_too: bool) -> None:
     """Rows with and without a target, of errors far apart; without graphs, also one whose error only the reference computes."""
     layers = Layers(layers=2, policy="rules: []\nsink: 16\nlocal: 16\n", options={"enforce_eager": reference_too})
     layers.give_codebooks()
-    asked = [Asked(6000, Method.pps, 1500, 1), Asked(5000, Method.ssa, 100, 2), Asked(900), Asked(4000, Method.ssa_fixed, 2000, 3)]
+    asked = [Asked(6000, Method.pps, 1500, 1), Asked(5000, Method.ssa, 2500, 2), Asked(900), Asked(4000, Method.ssa_fixed, 2000, 3)]
     asked += [Asked(3000, Method.pps, 64, 4), Asked(3500, Method.sys, 64, 5), Asked(2500, Method.pps, 24, 6)]
     seen: dict[int, float] = {}
 

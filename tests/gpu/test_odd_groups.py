@@ -31,7 +31,7 @@ def modules() -> None:
     """Compile everything side by side."""
     specs = [*map(santa_spec, KV_HEADS), *(ssa_spec(shape, SUBSPACES) for shape in KV_HEADS), *map(error_spec, KV_HEADS)]
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda spec: spec.build(), specs))
+        list(pool.map(lambda spec: spec.build_and_load(), specs))
 
 
 @pytest.fixture(params=KV_HEADS, ids=lambda shape: shape.name)

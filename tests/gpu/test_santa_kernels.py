@@ -123,26 +123,36 @@ def log_codes(byte_codes: Tensor) -> Tensor:
     return torch.where(byte_codes == 0, fixed_point.EXCLUDED, codes)
 
 
+def looks(n: int) -> int:
+    """Keys of the first look."""
+    return 128 * min(ops.LOOK_PARTS, 1 + n // ops.LOOK_TOKENS)
+
+
 def expected_codes(batch: Batch, row: int, workspace: ops.PpsWorkspace) -> Tensor:
-    """Of q = sum over heads of exp(score - norm), with the kernel's first estimates of the norms: [H, n]."""
-    look = workspace.look[row, :, : min(4, 1 + int(batch.rows.seq_lens[row]) // 16384)].double()
-    norms = torch.logsumexp(look[..., 0] * math.log(2) + look[..., 1].log(), 1)
+    """Of q = sum over heads of exp(score - norm), with the kernel's first estimates of the norms: [H, n].
+
+    The heaviest of the keys that stand for others counts once.
+    """
+    n = int(batch.rows.seq_lens[row])
+    base, mass, heaviest, _ = workspace.look[row, :, : looks(n) // 128].double().unbind(-1)
+    share = max(1.0, (n - 64) / (looks(n) - 64))
+    top = base.amax(1)
+    total = (mass * torch.exp2(base - top.unsqueeze(1))).sum(1) - (share - 1) * torch.exp2(heaviest.amax(1) - top)
+    norms = (top + total.log2()) * math.log(2)
     q = torch.exp(batch.scores(row) - norms.unsqueeze(-1)).sum(1)
     return (8 * q.log2()).floor().long().clamp(1 - ops.CODE_ZERO, ops.BYTE_CODES - 1 - ops.CODE_ZERO) * ops.CODE_STEP
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-@pytest.mark.parametrize("budget", [1, 300])
-def test_pps_selects_and_weighs_like_the_reference(shape: Shape, budget: int) -> None:
-    batch = make_batch(shape, Method.pps, budget, CONTEXTS, soft_cap=20.0 if shape.head_dim == 96 else 0.0)
-    output, lse, workspace = run_pps(batch)
+def check_pps(batch: Batch, output: Tensor, lse: Tensor, workspace: ops.PpsWorkspace) -> None:
+    """Every row as the reference has it, from the kernel's estimates of the norms and its lambda."""
     heads = batch.layer.head_offset + torch.arange(HEADS, device="cuda")
-    for row, n in enumerate(CONTEXTS):
+    for row, n in enumerate(batch.rows.seq_lens.tolist()):
         if n == 0:
             assert output[row].eq(0).all() and lse[row].eq(-torch.inf).all()
             continue
         codes, rate = log_codes(workspace.codes[row, :, :n]), workspace.rate[row].long()
         budgets = batch.rows.budget[row].long().expand(HEADS).contiguous()
+        budget = int(budgets[0])
         exact = select.solve_level(codes, budgets) >> 8
         assert n <= budget or (exact - rate).abs().max() <= 1  # whole log-codes, solved in floating point
         rates = fixed_point.power_fine(codes, rate << 8)
@@ -157,8 +167,53 @@ def test_pps_selects_and_weighs_like_the_reference(shape: Shape, budget: int) ->
         weights = torch.where(taken.unsqueeze(1), torch.softmax(scores, -1) / (rates.double() / fixed_point.ONE).unsqueeze(1), 0.0)
         expected = (weights @ batch.context(row)[1]).flatten(0, 1)
         if expected.norm() > 0:
-            assert_close(output[row], expected, shape.dtype)
+            assert_close(output[row], expected, batch.shape.dtype)
         torch.testing.assert_close(lse[row].double(), scores.logsumexp(-1).flatten() / math.log(2), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("budget", [1, 300])
+def test_pps_selects_and_weighs_like_the_reference(shape: Shape, budget: int) -> None:
+    batch = make_batch(shape, Method.pps, budget, CONTEXTS, soft_cap=20.0 if shape.head_dim == 96 else 0.0)
+    check_pps(batch, *run_pps(batch))
+
+
+def looked_at(n: int) -> Tensor:
+    """Tokens of the first look (look.cu): the first 16, the last 48, and others spread evenly between them."""
+    spread = looks(n) - 64
+    middle = 16 + ((torch.arange(spread) + 0.5) * ((n - 64) / spread)).long()
+    return torch.cat([torch.arange(16), middle, torch.arange(n - 48, n)])
+
+
+def hide_keys(batch: Batch) -> None:
+    """Every sixth token or so becomes what the first query head of its group attends to, by 25 to 45 nats, but none that a first look sees
+    (nor its neighbours: the kernel's positions are rounded)."""
+    group, size = batch.shape.group, batch.shape.head_dim
+    for row, n in enumerate(batch.rows.seq_lens.tolist()):
+        seen = torch.zeros(n, dtype=torch.bool)
+        for step in (-1, 0, 1):
+            seen[(looked_at(n) + step).clamp(0, n - 1)] = True
+        hidden = (~seen).nonzero()[:, 0]
+        hidden = hidden[torch.randperm(len(hidden))[: n // 6]].cuda()
+        query = batch.query[row].double().unflatten(0, (HEADS, group))[:, 0]
+        nats = torch.linspace(25, 45, len(hidden), device="cuda", dtype=torch.float64)
+        shift = nats[:, None, None] / (query.square().sum(-1, keepdim=True) * batch.layer.scale) * query
+        blocks, within = batch.rows.block_table[row, hidden // batch.kv.shape[2]].long(), hidden % batch.kv.shape[2]
+        keys = batch.kv[blocks, :, within, :size]
+        batch.kv[blocks, :, within, :size] = (keys.double() + shift).to(keys.dtype)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.group > 1], ids=lambda shape: shape.name)
+@pytest.mark.parametrize("contexts, budget", [([9000, 17003], 300), ([700] * 130 + [9000], 50)], ids=["clusters", "single blocks"])
+def test_pps_mixes_anew_where_the_first_look_missed_what_a_head_attends_to(shape: Shape, contexts: list[int], budget: int) -> None:
+    """Without that, hundreds of tokens would pass for heavier than all that the other heads attend to, and take their share."""
+    batch = make_batch(shape, Method.pps, budget, contexts)
+    hide_keys(batch)
+    output, lse, workspace = run_pps(batch)
+    assert workspace.look[:, :, 1:, :, 1].eq(0).all(), "one part, the exact masses, in every row and head"
+    torch.testing.assert_close(workspace.look[:, :, 0, :, 0].flatten(1), lse, atol=1e-3, rtol=0)
+    assert (workspace.rate / 256 > math.log2(budget / shape.group) - 0.25).all(), "a fair share for every head"
+    check_pps(batch, output, lse, workspace)
 
 
 def expected_value_weights(batch: Batch, row: int, method: Method, workspace: ops.ValuesWorkspace) -> Tensor:
