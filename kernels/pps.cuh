@@ -40,16 +40,14 @@ struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV
 // Of the keys that stand for others, the heaviest counts once: if it is one of a few that hold a head's mass, counting it for all the keys
 // around it would make the head seem heavier than it is by as much, and starve it.
 __device__ __forceinline__ float look_norm(const float4* part, int n) {
+  float4 own[kLookParts];
   float top = -1e30f, sum = 0.f, heaviest = -1e30f;
 #pragma unroll
-  for (int p = 0; p < kLookParts; ++p) {
-    if (p >= look_parts(n)) break;
-    const float4 own = __ldcg(part + p * kGroup);
-    const float higher = fmaxf(top, own.x);
-    sum = sum * exp2_fast(top - higher) + own.y * exp2_fast(own.x - higher);
-    top = higher;
-    heaviest = fmaxf(heaviest, own.z);
-  }
+  for (int p = 0; p < kLookParts; ++p) own[p] = p < look_parts(n) ? __ldcg(part + p * kGroup) : make_float4(-1e30f, 0.f, -1e30f, 0.f);
+#pragma unroll
+  for (int p = 0; p < kLookParts; ++p) { top = fmaxf(top, own[p].x); heaviest = fmaxf(heaviest, own[p].z); }
+#pragma unroll
+  for (int p = 0; p < kLookParts; ++p) sum += own[p].y * exp2_fast(own[p].x - top);
   const float rest = sum - (look_share(n) - 1.f) * exp2_fast(heaviest - top);
   return rest > 0.f && rest < INFINITY ? top + log2_fast(rest) : 0.f;
 }
