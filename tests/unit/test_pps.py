@@ -53,6 +53,17 @@ def test_heavy_tokens_are_exact() -> None:
     assert torch.allclose(weights[:, :, [3, 4]], torch.softmax(scores, -1)[:, [3, 4]].double().expand(50, -1, -1))
 
 
+def test_every_head_gets_its_share_of_the_budget() -> None:
+    """π ≥ p · k/G for every head, however far apart the heads' scores are: what kernels with estimated norms are held to (remix.cuh)."""
+    scores, _ = problem(4, 3000)
+    scores *= torch.tensor([0.1, 1.0, 3.0, 6.0]).unsqueeze(1)
+    scores[0] += 40
+    scores[3, 100:1500] += 50
+    selection, _ = sample(scores, 64, 1)
+    share = torch.softmax(scores.double(), -1) * 64 / 4
+    assert (selection.probability[0] >= 0.99 * share.clamp(max=1)).all()  # log-codes are floored
+
+
 @pytest.mark.parametrize("budget", [70, 71, 10_000])
 def test_a_budget_for_every_token_gives_dense_attention(budget: int) -> None:
     scores, _ = problem(3, 70)
