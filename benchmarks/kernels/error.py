@@ -1,7 +1,7 @@
 """What the estimate of errors costs behind pps: `python -m benchmarks.kernels.error [--results FOLDER]`.
 
 Graph replays of one layer's pps with and without the estimate, on the same pages, in one process. Prints a table and writes
-error-kernel.json.
+kernel-error.json.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
             )
             rows.append({"heads": heads, "context": case.context, "batch": case.batch, "budget": budget} | found)
     report = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "versions": versions(), "rows": rows}
-    (folder / "error-kernel.json").write_text(json.dumps(report, indent=1) + "\n")
+    (folder / "kernel-error.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
-from benchmarks.quality.error import summary  # noqa: E402
+from benchmarks.quality.error import RESULTS, summary  # noqa: E402
 from benchmarks.quality.estimates import DRAWS, FRACTIONS, Measured, Problem, measure  # noqa: E402
 from benchmarks.quality.report import (  # noqa: E402
     SELECTIONS,
@@ -21,6 +21,7 @@ from benchmarks.quality.report import (  # noqa: E402
     draw_value_methods,
     draws_table,
     drift_table,
+    load,
     selection_table,
 )
 
@@ -109,3 +110,11 @@ def test_tables_and_pictures(results: dict[tuple[str, float], Measured], tmp_pat
     draw_value_methods([study] * 6, tmp_path / "values.png")
     draw_selections([study], tmp_path / "selections.png")
     assert all((tmp_path / name).stat().st_size > 10_000 for name in ("values.png", "selections.png"))
+
+
+def test_the_studies_that_are_kept_are_read() -> None:
+    """Nothing else may go by their name."""
+    studies = load(RESULTS)
+    assert len({study.title for study in studies}) == len(studies) >= 9
+    for study in studies:
+        assert selection_table(study) and draws_table(study)
