@@ -5,11 +5,10 @@
 
 namespace santa {
 
-constexpr int kLookParts = 8;     // blocks that share a first look; one for every 2K tokens
-
+constexpr int kLookParts = 8, kLookTokens = 2048;     // blocks that share a first look, one for every so many tokens
 constexpr int kLookKeys = 128, kLookFirst = 16, kLookLast = 48;     // keys a part looks at; of them all, at the row's start and end
 
-__device__ __forceinline__ int look_parts(int n) { return n == 0 ? 0 : min(kLookParts, 1 + n / 2048); }
+__device__ __forceinline__ int look_parts(int n) { return n == 0 ? 0 : min(kLookParts, 1 + n / kLookTokens); }
 // Keys that each of those between start and end stands for.
 __device__ __forceinline__ float look_share(int n) {
   const int looks = look_parts(n) * kLookKeys, ends = kLookFirst + kLookLast;
@@ -21,8 +20,8 @@ __device__ __forceinline__ float look_share(int n) {
 constexpr int kByteCodes = 256, kCodeZero = 192;
 
 struct PpsBuffers {               // P = rows * kv_heads pairs of a row and a KV head
-  float4* look;                   // [P, kLookParts, group] (m, s, t, 0): s * 2^m is a part of the first look's estimate, t the highest score of a
-                                  // key that stands for others; with one part, what q was mixed with
+  float4* look;                   // [P, kLookParts, group] (m, s, t, 0): what q was mixed with, a head's norm, is log2 of the parts' s * 2^m together,
+                                  // less what look_norm() takes off for t, the highest score of a part's keys that stand for others
   unsigned* histogram;            // [P, kByteCodes] of the codes
   uint8_t* codes;                 // [P, max_units * kUnit]
   float* unit_mass;               // [P, max_units, group] log2 of what the unit's keys weigh
@@ -51,6 +50,9 @@ __device__ __forceinline__ float look_norm(const float4* part, int n) {
   const float rest = sum - (look_share(n) - 1.f) * exp2_fast(heaviest - top);
   return rest > 0.f && rest < INFINITY ? top + log2_fast(rest) : 0.f;
 }
+
+// What a head adds to q with a log2-domain score: 2^(score - norm), within what is finite; a NaN weighs nothing.
+__device__ __forceinline__ float bounded_weight(float score, float norm) { return exp2_fast(fminf(fmaxf(score - norm, -INFINITY), 100.f)); }
 
 // The byte of a token with this q.
 __device__ __forceinline__ int byte_code(float q) {

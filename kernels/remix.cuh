@@ -40,8 +40,8 @@ __device__ void remix(const Batch& batch, const Pages& pages, const Scores& scor
 #pragma unroll
       for (int j = 0; j < kColumns; ++j)
 #pragma unroll
-        for (int k = 0; k < 2; ++k)   // a NaN weighs nothing
-          if (const int h = 8 * j + 2 * c + k; h < kGroup) q += exp2_fast(fminf(fmaxf(scores(acc[j][2 * e + k]) - norm[h], -INFINITY), 100.f));
+        for (int k = 0; k < 2; ++k)
+          if (const int h = 8 * j + 2 * c + k; h < kGroup) q += bounded_weight(scores(acc[j][2 * e + k]), norm[h]);
       q += __shfl_xor_sync(kAll, q, 1);
       q += __shfl_xor_sync(kAll, q, 2);
       const int token = tile + r + 8 * e;

@@ -7,17 +7,12 @@
 #include "block_sum.cuh"
 #include "cluster.cuh"
 #include "gather.cuh"
-#include "philox.cuh"
-#include "pps.cuh"
 #include "rate.cuh"
 #include "remix.cuh"
+#include "slice.cuh"
 
 namespace santa {
 
-constexpr int kRowsThreads = 256, kRowsWarps = kRowsThreads / 32;
-constexpr int kPieceTokens = 8;                      // codes of one load
-constexpr int kMaxPieces = 4;                        // of a thread at a time
-constexpr int kTileTokens = kRowsThreads * kMaxPieces * kPieceTokens;
 constexpr int kListed = 512;                         // a block's samples beyond these are read back from global memory
 constexpr int kMaxCluster = 16, kMostBlocks = 512;
 constexpr int kTileRows = 8;                         // rows a warp reads at a time
@@ -57,40 +52,6 @@ struct Mass {
   __device__ __forceinline__ float log2() const {
     const float value = top + log2f(sum);
     return value < INFINITY ? value : NAN;
-  }
-};
-
-// A thread's consecutive tokens and their inclusion probabilities.
-struct Run {
-  int first, pieces;                                 // first token; tokens / kPieceTokens
-  int block[kMaxPieces];                             // a piece lies in one block of the cache
-  int64_t pi[kMaxPieces * kPieceTokens];
-
-  __device__ __forceinline__ void locate(const int* table, int block_size, int n) {
-#pragma unroll
-    for (int p = 0; p < kMaxPieces; ++p) {
-      const int token = first + p * kPieceTokens;
-      block[p] = p < pieces && token < n ? table[token / block_size] : 0;
-    }
-  }
-  // The scan wrote whole units: codes beyond n are 0.
-  __device__ __forceinline__ void load(const uint8_t* codes, int n, uint2 (&words)[kMaxPieces]) const {
-#pragma unroll
-    for (int p = 0; p < kMaxPieces; ++p) {
-      const int token = first + p * kPieceTokens;
-      words[p] = p < pieces && token < n ? __ldcg(reinterpret_cast<const uint2*>(codes + token)) : uint2{};
-    }
-  }
-  // inclusion: [kByteCodes] by code. Returns their sum.
-  __device__ __forceinline__ int64_t include(const uint2 (&words)[kMaxPieces], const int64_t* inclusion) {
-    int64_t sum = 0;
-#pragma unroll
-    for (int p = 0; p < kMaxPieces; ++p)
-      if (p < pieces)
-#pragma unroll
-        for (int i = 0; i < kPieceTokens; ++i)
-          sum += pi[p * kPieceTokens + i] = inclusion[(i < 4 ? words[p].x : words[p].y) >> 8 * (i % 4) & 0xff];
-    return sum;
   }
 };
 
@@ -135,33 +96,6 @@ struct Shared {
 };
 extern __shared__ __align__(16) float parts[];       // [kRowsWarps, kOutSize]; before that, the list of samples
 
-// A block's slice of its row and KV head, as it is kept in registers.
-struct Slice {
-  const int* table;
-  const uint8_t* codes;
-  int64_t pair, offset;
-  int n, tiles, begin, end, tile_tokens, block_size;
-  Run run;
-
-  __device__ __forceinline__ Slice(const Batch& batch, const Pages& pages, const PpsBuffers& buffers, int n)
-      : pair(int64_t(blockIdx.z) * batch.kv_heads + blockIdx.y), n(n), block_size(pages.block_size) {
-    const int rank = blockIdx.x, blocks = gridDim.x;
-    tiles = ceil_div(n, blocks * kTileTokens);
-    run.pieces = tiles > 1 ? kMaxPieces : ceil_div(n, blocks * kRowsThreads * kPieceTokens);
-    tile_tokens = kRowsThreads * run.pieces * kPieceTokens;
-    begin = rank * tiles * tile_tokens;
-    end = min(n, begin + tiles * tile_tokens);
-    table = batch.block_table + blockIdx.z * batch.table_stride;
-    codes = buffers.codes + pair * batch.max_units * kUnit;
-    enter(0);
-    offset = uniform44(batch.seed[blockIdx.z], n - 1, batch.layer, kSelectStream, batch.head_offset + blockIdx.y, 0);
-  }
-  __device__ __forceinline__ void enter(int tile) {
-    run.first = begin + tile * tile_tokens + threadIdx.x * run.pieces * kPieceTokens;
-    run.locate(table, block_size, n);
-  }
-};
-
 // Each head's mass in the slice, to all blocks of the cluster. By all warps but the first.
 __device__ __forceinline__ void sum_masses(const Batch& batch, const PpsBuffers& buffers, const Slice& slice, Shared& shared) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, blocks = gridDim.x;
@@ -187,39 +121,40 @@ template <bool AGAIN>
 __device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pages, const Scores& scores, const Half* q,
                                             const PpsBuffers& buffers, Slice& slice, Shared& shared, Half* out, float* lse_out) {
   const int rank = blockIdx.x, blocks = gridDim.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  auto& [table, codes, pair, offset, n, tiles, begin, end, tile_tokens, block_size, run] = slice;
-  auto& [double_exp2, inclusion, scratch, slice_sum, slice_mass, lse, address, weight, solver_shared, rate, starving] = shared;
+  const int &n = slice.n, &tiles = slice.tiles;
+  const int64_t& pair = slice.pair;
+  Run& run = slice.run;
   int4* list = reinterpret_cast<int4*>(parts);
   float4* incoming = reinterpret_cast<float4*>(parts) + kListBytes / 16;          // [blocks, share]
 
   uint2 words[kMaxPieces];
-  run.load(codes, n, words);
+  run.load(slice.codes, n, words);
   if (warp == 0) {
-    ByteSolver solver{solver_shared};
+    ByteSolver solver{shared.solver};
     solver.load(buffers.histogram + pair * kByteCodes);
-    solver.solve(batch.budget[row], &rate);
+    solver.solve(batch.budget[row], &shared.rate);
     __syncwarp();
     for (int code = lane; code < kByteCodes; code += 32)
-      inclusion[code] = code > 0 ? power(double_exp2, (code - kCodeZero << kBinShift) + rate) : 0;
+      shared.inclusion[code] = code > 0 ? power(shared.double_exp2, (code - kCodeZero << kBinShift) + shared.rate) : 0;
   }
   if constexpr (!AGAIN) sum_masses(batch, buffers, slice, shared);
   __syncthreads();
 
   // The slice's sum of inclusion probabilities, and what lies before it. The probabilities of the only tile stay in registers.
-  int64_t own = run.include(words, inclusion), slice_own = own;
+  int64_t own = run.include(words, shared.inclusion), slice_own = own;
   for (int tile = 1; tile < tiles; ++tile) {
     slice.enter(tile);
-    run.load(codes, n, words);
-    slice_own += run.include(words, inclusion);
+    run.load(slice.codes, n, words);
+    slice_own += run.include(words, shared.inclusion);
   }
   int64_t sum;
-  int64_t upto = block_scan<kRowsThreads>(slice_own, scratch, &sum);
-  if (threadIdx.x < blocks) *in_block(&slice_sum[rank], threadIdx.x) = sum;
+  int64_t upto = block_scan<kRowsThreads>(slice_own, shared.scratch, &sum);
+  if (threadIdx.x < blocks) *in_block(&shared.slice_sum[rank], threadIdx.x) = sum;
   cluster_barrier();
-  int64_t at = offset, whole = offset;               // prefix sums at the slice's start, and over the row
+  int64_t at = slice.offset, whole = slice.offset;   // prefix sums at the slice's start, and over the row
   for (int b = 0; b < blocks; ++b) {
-    if (b < rank) at += slice_sum[b];
-    whole += slice_sum[b];
+    if (b < rank) at += shared.slice_sum[b];
+    whole += shared.slice_sum[b];
   }
   Query query;
   query.load(q + pair * kOutSize, lane);
@@ -230,10 +165,10 @@ __device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pag
   for (int tile = 0; tile < tiles; ++tile) {
     if (tiles > 1) {
       slice.enter(tile);
-      run.load(codes, n, words);
-      own = run.include(words, inclusion);
+      run.load(slice.codes, n, words);
+      own = run.include(words, shared.inclusion);
       __syncthreads();                               // scratch is used again
-      upto = block_scan<kRowsThreads>(own, scratch, &sum);
+      upto = block_scan<kRowsThreads>(own, shared.scratch, &sum);
     }
     int64_t here = at + upto - own;
     at += sum;
@@ -270,22 +205,22 @@ __device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pag
     for (int h = warp; h < kGroup; h += kRowsWarps) {
       const float norm = look_norm(buffers.look + pair * kLookParts * kGroup + h, n);
       Mass mass;
-      if (lane < blocks) mass = {slice_mass[lane][h].x, slice_mass[lane][h].y};
+      if (lane < blocks) mass = {shared.slice_mass[lane][h].x, shared.slice_mass[lane][h].y};
       mass.add_lanes();
       if (lane == 0) {
-        lse[h] = mass.log2();
-        if (starved(rate, lse[h], norm, batch.budget[row])) starving = true;
+        shared.lse[h] = mass.log2();
+        if (starved(shared.rate, shared.lse[h], norm, batch.budget[row])) shared.starving = true;
       }
     }
     __syncthreads();
-    if (starving) return false;
+    if (shared.starving) return false;
   }
   if (rank == 0) {
     if (threadIdx.x == 0) {
-      buffers.rate[pair] = rate;
+      buffers.rate[pair] = shared.rate;
       buffers.count[pair] = int(min(int64_t(buffers.max_samples), whole >> 44));
     }
-    if (lse_out && threadIdx.x < kGroup) lse_out[pair * kGroup + threadIdx.x] = lse[threadIdx.x];
+    if (lse_out && threadIdx.x < kGroup) lse_out[pair * kGroup + threadIdx.x] = shared.lse[threadIdx.x];
   }
   ValueSum<kGroup> values;
   while (tile < count) {
@@ -297,14 +232,14 @@ __device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pag
 #pragma unroll
       for (int k = 0; k < 2; ++k)
         if (const int h = 8 * j + 2 * c + k; h < kGroup)
-          weight[warp][r][h] = r < valid ? exp2_fast(scores(acc[j][k]) - lse[h]) / rows.pi : 0.f;
+          shared.weight[warp][r][h] = r < valid ? exp2_fast(scores(acc[j][k]) - shared.lse[h]) / rows.pi : 0.f;
     __syncwarp();
-    if constexpr (!kValuesEarly) rows.load_values(address[warp], valid);
+    if constexpr (!kValuesEarly) rows.load_values(shared.address[warp], valid);
     if (lane < kRowLanes * kRowsAtOnce)
 #pragma unroll
       for (int i = 0; i < kValueLoads; ++i) {
         const int at = i * kRowsAtOnce + lane / kRowLanes;
-        if (at < valid) values.add(rows.values[i], weight[warp][at]);
+        if (at < valid) values.add(rows.values[i], shared.weight[warp][at]);
       }
     __syncwarp();
     tile += kRowsWarps * kTileRows;
@@ -325,7 +260,7 @@ __device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pag
       const float4 part = incoming[b * share + i % share];
       total.x += part.x; total.y += part.y; total.z += part.z; total.w += part.w;
     }
-    if (isnan(lse[4 * i / kHeadDim])) total = make_float4(NAN, NAN, NAN, NAN);
+    if (isnan(shared.lse[4 * i / kHeadDim])) total = make_float4(NAN, NAN, NAN, NAN);
     store_half4(out + pair * kOutSize + 4 * i, total);
   }
   return true;

@@ -89,7 +89,7 @@ struct CodeEpilogue {
       q[i] = 0.f;
 #pragma unroll
       for (int h = 0; h < kHeadSlots; ++h)
-        if (head_of(h, lane) < kGroup) q[i] += exp2_fast(fminf(fmaxf(u.x[i][h] - norm[h], -INFINITY), 100.f));
+        if (head_of(h, lane) < kGroup) q[i] += bounded_weight(u.x[i][h], norm[h]);
     }
     const UnitExponents exponents(u);
 #pragma unroll
