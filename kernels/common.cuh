@@ -45,7 +45,12 @@ struct Batch {
   int max_units;              // stash capacity per row and head, in units
 
   // Context length of a row that is ours, else 0.
-  __device__ int length(int row) const { return (methods >> method[row]) & 1 ? seq_lens[row] : 0; }
+  __device__ int length(int row) const {
+    int length, method_of;                  // asked for together: left alone, the compiler waits for the one before it asks for the other
+    asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(length) : "l"(seq_lens + row));
+    asm volatile("ld.global.nc.s8 %0, [%1];" : "=r"(method_of) : "l"(method + row));
+    return methods >> method_of & 1 ? length : 0;
+  }
 };
 
 // Pages hold, per KV head, block_size token rows of K then V: [blocks, kv_heads, block_size, 2, head_dim].
@@ -77,11 +82,30 @@ __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / 
 // Maximum that lets NaN through.
 __device__ __forceinline__ float max_nan(float a, float b) { float y; asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b)); return y; }
 
-// L2 drops what is read with this policy first, and so keeps the stash.
+// L2 drops what is read with this policy first, and so keeps the stash; what is written with the other one last.
 __device__ __forceinline__ uint64_t evict_first() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(policy));
   return policy;
+}
+__device__ __forceinline__ uint64_t evict_last() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
+  return policy;
+}
+
+// Gives up the 128-byte lines of [begin, end), as far as they lie in it whole: nobody reads them before they are written again, so L2 need not
+// write them to memory. By a block of THREADS threads, none of which may read them any more.
+template <int THREADS>
+__device__ __forceinline__ void give_up(const void* begin, const void* end) {
+  const uintptr_t last = reinterpret_cast<uintptr_t>(end) / 128 * 128;
+#pragma unroll 1
+  for (uintptr_t line = (reinterpret_cast<uintptr_t>(begin) + 127) / 128 * 128 + threadIdx.x * 128; line < last; line += THREADS * 128)
+    asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
+}
+// Whether a stash, of so many bytes per unit, row and KV head, is worth it. A smaller one is still in L2 when the next layer writes over it.
+__device__ __forceinline__ bool leaves_l2(const Batch& batch, size_t unit_bytes) {
+  return size_t(batch.rows) * batch.kv_heads * batch.max_units * unit_bytes > 9 << 20;
 }
 // A row of K or V, read by several lanes at once: 64 bytes at a time reach only 85 % of the speed without the 128-byte hint.
 __device__ __forceinline__ uint4 load_row(const void* p) {
@@ -95,6 +119,24 @@ __device__ __forceinline__ uint4 load_row(const void* p) {
 // One 16-byte store; left alone, the compiler splits some of them.
 __device__ __forceinline__ void store16(void* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
+// Between the warps of a block, through shared memory. A fence would wait for the loads on their way as well.
+__device__ __forceinline__ int load_acquire(const int* shared) {
+  int value;
+  asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(uint32_t(__cvta_generic_to_shared(shared))) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_release(int* shared, int value) {
+  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))), "r"(value) : "memory");
+}
+__device__ __forceinline__ int add_acquire_release(int* shared, int value) {
+  int before;
+  asm volatile("atom.acq_rel.cta.shared.add.s32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(uint32_t(__cvta_generic_to_shared(shared))), "r"(value)
+               : "memory");
+  return before;
 }
 
 // Programmatic dependent launch: the next kernel may start its prologue; wait for the one before.

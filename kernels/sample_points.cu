@@ -158,6 +158,13 @@ __device__ void sample_head(const Batch& batch, const Pages& pages, const Stash&
     }
   } else if (hand_in_split<kHeadDim, kPointThreads>(merge, owner, split, active, parts)) {
     finish_splits<kHeadDim, kPointThreads>(merge, owner, active, out + owner * kHeadDim, [&](int, int) { return scale; });
+  } else {
+    return;
+  }
+  if (leaves_l2(batch, kGroup * (kUnit * sizeof(uint16_t) + sizeof(int2)))) {          // by the last block that has read it
+    const uint16_t* weights = stash.weight + owner * batch.max_units * kUnit;
+    give_up<kPointThreads>(weights, weights + units * kUnit);
+    give_up<kPointThreads>(unit, unit + units);
   }
 }
 

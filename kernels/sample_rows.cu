@@ -15,6 +15,7 @@ namespace santa {
 
 constexpr int kListed = 512;                         // a block's samples beyond these are read back from global memory
 constexpr int kMaxCluster = 16, kMostBlocks = 512;
+constexpr int kWideCluster = 8, kMostWideBlocks = 128;    // clusters of more blocks than this: the GPU holds eight of them beside the scan
 constexpr int kTileRows = 8;                         // rows a warp reads at a time
 constexpr int kValueLoads = kTileRows / kRowsAtOnce;
 // Registers of a lane's keys, sums and queries: where they allow it, two blocks to a multiprocessor, so that one fits beside the scan's.
@@ -215,6 +216,11 @@ __device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pag
     __syncthreads();
     if (shared.starving) return false;
   }
+  if (leaves_l2(batch, kUnit + kGroup * sizeof(float))) {
+    const float* units = buffers.unit_mass + pair * batch.max_units * kGroup;
+    give_up<kRowsThreads>(slice.codes + slice.begin, slice.codes + slice.end);
+    give_up<kRowsThreads>(units + slice.begin / kUnit * kGroup, units + slice.end / kUnit * kGroup);
+  }
   if (rank == 0) {
     if (threadIdx.x == 0) {
       buffers.rate[pair] = shared.rate;
@@ -321,11 +327,12 @@ __global__ void __launch_bounds__(kRowsThreads, kRowsBlocks)
   if (first_block) wait_previous();
 }
 
-// Blocks that share a row and KV head: as many as fill the GPU. The rows' lengths, of which the host knows only the limit, don't count.
+// Blocks that share a row and KV head: as many as fill the GPU, and wide clusters only where all have room at once. The rows' lengths, of which
+// the host knows only the limit, don't count.
 int cluster_size(const Batch& batch, int most) {
   const int64_t pairs = int64_t(batch.rows) * batch.kv_heads;
   int size = 1;
-  while (size < most && pairs * (2 * size) <= kMostBlocks) size *= 2;
+  while (size < most && pairs * (2 * size) <= (2 * size > kWideCluster ? kMostWideBlocks : kMostBlocks)) size *= 2;
   return size;
 }
 

@@ -65,25 +65,39 @@ __device__ inline Segment segment_at(const Batch& batch, const int* before, int6
   return s;
 }
 
-constexpr int kMinChunk = 4, kChunkUnits = 32, kOneChunk = 64;      // units
+constexpr int kMinChunk = 4, kOneChunk = 64;       // units
 
 // A scan's work in chunks: consecutive units of one row and KV head, in order, so that rows get done one after the other and the stage behind
 // works on a row, as Progress tells it, while the scan reads the next ones. Blocks take chunks as they get done with theirs: some
 // multiprocessors reach the memory a fifth faster than others. A chunk's start costs a warp more than a
-// microsecond, so where there is little to do every block gets one chunk.
+// microsecond, so where there is little to do every block gets one chunk, else several of at least `least` units.
 struct Chunks {
   const Batch& batch;
   const int* before;                 // chunks per KV head of the rows ahead
   int size, count;                   // units of a chunk; chunks
 
-  // before: [rows + 1], in shared memory.
+  // before: [rows + 1], in shared memory. entry: what a chunk's start costs, in units.
   template <int THREADS>
-  __device__ static Chunks make(const Batch& batch, int* before) {
+  __device__ static Chunks make(const Batch& batch, int* before, int least, int entry) {
     count_units<THREADS>(batch, before);
-    const int even = ceil_div(before[batch.rows] * batch.kv_heads, gridDim.x), size = even > kOneChunk ? kChunkUnits : max(kMinChunk, even);
+    const int even = ceil_div(before[batch.rows] * batch.kv_heads, gridDim.x);
+    const int size = fitting_size(batch, before, even > kOneChunk ? least : max(kMinChunk, even), entry);
     __syncthreads();
     count_rows<THREADS>(batch.rows, before, [&](int row) { return ceil_div(ceil_div(batch.length(row), kUnit), size); });
     return {batch, before, size, before[batch.rows] * batch.kv_heads};
+  }
+
+  // The size, from `least` on and below twice that, with which the blocks are done first: rows are cut into whole chunks and blocks take whole
+  // ones, so that 16 rows and KV heads of 469 units on 264 blocks, say, take twice as long in chunks of 29 units (272) as in chunks of 30 (256).
+  // The last chunk to start keeps its block alone, on average for half a chunk.
+  __device__ static int fitting_size(const Batch& batch, const int* units_before, int least, int entry) {
+    const int size = least + min(int(threadIdx.x % 32), least - 1);
+    const float inverse = __frcp_rn(float(size));
+    int chunks = 0;
+#pragma unroll 4
+    for (int row = 0; row < batch.rows; ++row) chunks += __float2int_ru(fmaf(float(units_before[row + 1] - units_before[row]), inverse, -1e-3f));
+    const unsigned rounds = ceil_div(chunks * batch.kv_heads, gridDim.x), cost = 2 * rounds * (size + entry) + size;
+    return least + __reduce_min_sync(0xffffffffu, cost * 32 + size - least) % 32;
   }
 
   __device__ Segment at(int chunk) const {
@@ -122,8 +136,7 @@ struct Progress {
 
   // By one thread that knows of the others' stores.
   __device__ void add(int64_t which, int units) const {
-    __threadfence();
-    atomicAdd(&pair[which].x, units);
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(&pair[which].x), "r"(units) : "memory");
   }
   // Waits until all units are done. By all threads; needs every block of the scan to be running.
   __device__ void wait(int64_t which, int units) const {

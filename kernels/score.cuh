@@ -177,13 +177,12 @@ struct ChunkSlots {
   Segment segment[kSlots];     // of the block's chunk number i, in slot i % kSlots; row -1: there are no more
   int taken[kSlots];           // of its units
   int finished[kSlots];        // warps that are through with it
-  volatile int known, tidy;    // chunks asked for, and tidied up
+  int known, tidy;             // chunks asked for, and tidied up
 
   // By one thread.
   __device__ void put(const Chunks& chunks, int index, int chunk) {
     if (chunk < chunks.count) segment[index % kSlots] = chunks.at(chunk); else segment[index % kSlots].row = -1;
-    __threadfence_block();
-    known = index + 1;
+    store_release(&known, index + 1);
   }
 };
 
@@ -215,11 +214,11 @@ struct Scan {
   __device__ __forceinline__ Unit take() {
     int unit = -1;
     if (threadIdx.x % 32 == 0)
+#pragma unroll 1
       for (;; ++open) {
-        while (slots.known <= open) {}
-        __threadfence_block();
+        while (load_acquire(&slots.known) <= open) {}
         const Segment& s = segment(open);
-        if (s.row < 0 || slots.tidy < open - ChunkSlots::kAheadOfTidy) break;
+        if (s.row < 0 || load_acquire(&slots.tidy) < open - ChunkSlots::kAheadOfTidy) break;
         const int count = atomicAdd(&slots.taken[open % ChunkSlots::kSlots], 1);
         if (count == 0) slots.put(chunks, open + 1, queue.take(chunks.count));
         if (s.first + count < s.last) { unit = s.first + count; break; }
@@ -241,14 +240,14 @@ struct Scan {
   }
 
   __device__ void leave_chunks_before(int chunk) {
+#pragma unroll 1
     for (; left < chunk; ++left) {
       const int slot = left % ChunkSlots::kSlots;
       int others = 0;
-      __threadfence_block();
       __syncwarp();
-      if (threadIdx.x % 32 == 0) others = atomicAdd(&slots.finished[slot], 1);
+      if (threadIdx.x % 32 == 0) others = add_acquire_release(&slots.finished[slot], 1);
       if (__shfl_sync(kAll, others, 0) < kScoreWarps - 1) continue;
-      __threadfence_block();
+      __syncwarp();
       const Segment s = slots.segment[slot];
       const int64_t pair = int64_t(s.row) * batch.kv_heads + s.head;
       epilogue.end(pair, left % 2);
@@ -256,8 +255,7 @@ struct Scan {
       if (threadIdx.x % 32 == 0) {
         progress.add(pair, s.last - s.first);
         slots.taken[slot] = slots.finished[slot] = 0;
-        __threadfence_block();
-        slots.tidy = left + 1;
+        store_release(&slots.tidy, left + 1);
       }
       __syncwarp();
     }
@@ -268,15 +266,21 @@ struct Scan {
     const Half* keys = nullptr;
     int next_block = 0, entered = -1;
     StepQuery query;
+    bool launched = false;
+#pragma unroll 1
     for (;;) {
-      if (unit.unit < 0) {     // at the start, at the end, and where others have to catch up
-        leave_chunks_before(open);
-        unit = take();
-        if (unit.unit < 0) {
-          if (unit.chunk == left && segment(left).row < 0) break;
-          continue;
-        }
-        keys = keys_of(unit, block_of(unit));
+      const bool restart = unit.unit < 0;            // at the start, at the end, and where others have to catch up
+      if (restart) {
+        unit = next.unit >= 0 ? next : take();
+        if (next.unit < 0) next_block = block_of(unit);
+      }
+      leave_chunks_before(unit.unit >= 0 ? unit.chunk : open);
+      if (unit.unit < 0) {
+        if (unit.chunk == left && segment(left).row < 0) break;
+        continue;
+      }
+      if (restart) {
+        keys = keys_of(unit, next_block);
         first_requests<0>(ring, keys);
         next = take();
         next_block = block_of(next);
@@ -284,9 +288,8 @@ struct Scan {
       const Segment& s = segment(unit.chunk);
       if (unit.chunk != entered) {
         entered = unit.chunk;
-        leave_chunks_before(entered);
-        while (slots.tidy < entered - 1) {}
-        __threadfence_block();
+        while (load_acquire(&slots.tidy) < entered - 1) {}
+        __syncwarp();
         epilogue.begin(s, entered % 2);
         query.load(q + (int64_t(s.row) * batch.kv_heads + s.head) * kGroup * kHeadDim, threadIdx.x % 32);
       }
@@ -298,16 +301,12 @@ struct Scan {
       typename Epilogue::Unit result;
       run_steps<0>(ring, dots, query, keys, following, next.unit >= 0, epilogue, result);
       epilogue(unit.unit, dots, result);
+      // A launch makes every multiprocessor pause for some microseconds. Here keys are on their way meanwhile; earlier they would not be.
+      if (!launched) launch_next();
+      launched = true;
       keys = following;
       unit = next;
       next = after;
-      if (unit.unit < 0 && next.unit >= 0) {   // others caught up in between
-        unit = next;
-        keys = keys_of(unit, next_block);
-        first_requests<0>(ring, keys);
-        next = take();
-        next_block = block_of(next);
-      }
       if (unit.unit < 0) {
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncwarp();

@@ -7,6 +7,8 @@
 
 namespace santa {
 
+constexpr int kLeastChunk = 24, kChunkEntry = 2;     // units: a chunk has to load the first look's sums, and to add its histogram
+
 struct CodeEpilogue {
   const Batch& batch;
   const Scores& scores;
@@ -102,6 +104,7 @@ struct CodeEpilogue {
   }
 
   __device__ void end(int64_t pair, int parity) const {
+#pragma unroll 1
     for (int b = lane; b < kByteCodes; b += 32) {
       unsigned& count = histograms[parity * kByteCodes + b];
       if (count) atomicAdd(out.histogram + pair * kByteCodes + b, count);
@@ -116,8 +119,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBound)
   int* before = reinterpret_cast<int*>(shared + kRingBytes);
   __shared__ unsigned histograms[2 * kByteCodes];
   for (int b = threadIdx.x; b < 2 * kByteCodes; b += kScoreThreads) histograms[b] = 0;
-  const Chunks chunks = Chunks::make<kScoreThreads>(batch, before);
-  launch_next();
+  const Chunks chunks = Chunks::make<kScoreThreads>(batch, before, kLeastChunk, kChunkEntry);
   CodeEpilogue epilogue{batch, scores, out, histograms, int(threadIdx.x % 32)};
   scan_keys(batch, pages, q, chunks, shared, out.queue, out.progress, epilogue);
   if (blockIdx.x == 0) wait_previous();              // this kernel ends after the one before

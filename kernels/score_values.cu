@@ -4,11 +4,14 @@
 
 namespace santa {
 
+constexpr int kLeastChunk = 12, kChunkEntry = 0;     // units: a chunk has only its queries to load
+
 struct ValueEpilogue {
   const Batch& batch;
   const Scores& scores;
   const Stash& out;
   int lane;
+  uint64_t policy = evict_last();
   int64_t first_head;              // row * query heads + first query head of the group
 
   __device__ void begin(const Segment& s, int) { first_head = (int64_t(s.row) * batch.kv_heads + s.head) * kGroup; }
@@ -38,7 +41,8 @@ struct ValueEpilogue {
       const int64_t head = (first_head + head_of(h, lane)) * batch.max_units + unit;
       uint32_t* weights = reinterpret_cast<uint32_t*>(out.weight + head * kUnit) + lane / 4;
 #pragma unroll
-      for (int t = 0; t < 4; ++t) weights[8 * t] = words[t];
+      for (int t = 0; t < 4; ++t)
+        asm volatile("st.global.L2::cache_hint.u32 [%0], %1, %2;" ::"l"(weights + 8 * t), "r"(words[t]), "l"(policy) : "memory");
       if (lane < 4) out.unit[head] = make_int2(exponents.e[h], mass);
     }
   }
@@ -50,8 +54,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBound)
     score_values_kernel(Batch batch, Pages pages, Scores scores, const Half* q, Stash out) {
   extern __shared__ __align__(128) char shared[];
   int* before = reinterpret_cast<int*>(shared + kRingBytes);
-  const Chunks chunks = Chunks::make<kScoreThreads>(batch, before);
-  launch_next();
+  const Chunks chunks = Chunks::make<kScoreThreads>(batch, before, kLeastChunk, kChunkEntry);
   ValueEpilogue epilogue{batch, scores, out, int(threadIdx.x % 32)};
   scan_keys(batch, pages, q, chunks, shared, out.queue, out.progress, epilogue);
 }

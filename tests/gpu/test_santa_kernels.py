@@ -327,6 +327,22 @@ def test_hundreds_of_ragged_rows_match_each_row_alone(method: Method) -> None:
         assert_close(output[row], run(single)[0][0].double(), batch.shape.dtype)
 
 
+def test_a_stash_that_is_given_up_behind_its_last_reader_was_read_by_all() -> None:
+    """Stashes beyond what L2 keeps are given up; a row's draws are spread over four blocks here, of which the last one may do it."""
+    contexts = [100000, 5000, 70001, 1, 64, 3000, 20000, 90001]
+    batch = make_batch(SHAPES[0], Method.prop, 400, contexts)
+    output, lse, workspace = run_values(batch)
+    assert workspace.weight.nbytes > 9 << 20
+    for _ in range(3):
+        again, lse_again, _ = run_values(batch)
+        assert again.equal(output) and lse_again.equal(lse)
+    for row in range(len(contexts)):
+        rows = {name: getattr(batch.rows, name)[row : row + 1] for name in ("block_table", "seq_lens", "method", "budget", "seed")}
+        alone, lse_alone, small = run_values(Batch(batch.shape, batch.query[row : row + 1], batch.kv, ops.Rows(**rows), batch.layer))
+        assert small.weight.nbytes < 9 << 20
+        assert alone[0].equal(output[row]) and lse_alone[0].equal(lse[row])
+
+
 def test_a_captured_graph_follows_its_buffers() -> None:
     batch = make_batch(SHAPES[0], Method.pps, 100, [12000, 3000])
     expected_long, _, workspace = run_pps(batch)
