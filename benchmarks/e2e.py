@@ -218,6 +218,9 @@ def main(
     results: Annotated[Path, typer.Option(help="Folder of the JSON file.")] = RESULTS,
 ) -> None:
     cases, runs = [Case.parse(text) for text in case], [Run.parse(text) for text in run]
+    options = [*(f"--case {text}" for text in case), *(f"--run '{text}'" for text in run)]
+    options += ([f"--policy {policy.name}"] if policy else []) + ["--filled"] * filled + ["--one-by-one"] * one_by_one
+    options += [f"--memory {memory}", f"--steps {steps}", f"--repeats {repeats}", f"--output {output}"]
     backends = list(dict.fromkeys(run.backend for run in runs))
     copy = copy_speed()
     with tempfile.TemporaryDirectory() as scratch:
@@ -237,8 +240,8 @@ def main(
             )
 
         result: dict[str, object] = {
-            "command": "python -m benchmarks.e2e " + " ".join([*(f"--case {text}" for text in case), *(f"--run '{text}'" for text in run)])
-            + " --filled" * filled + " --one-by-one" * one_by_one + f" --steps {steps} --repeats {repeats} --output {output}",
+            "command": " ".join(["python -m benchmarks.e2e", *options]),
+            "policy": policy.read_text(),
             "date": datetime.now(UTC).date().isoformat(),
             "versions": versions(),
             "model": str(model or "Llama-3.1-8B's shape, random weights"),
