@@ -103,10 +103,11 @@ __device__ __forceinline__ void give_up(const void* begin, const void* end) {
   for (uintptr_t line = (reinterpret_cast<uintptr_t>(begin) + 127) / 128 * 128 + threadIdx.x * 128; line < last; line += THREADS * 128)
     asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
 }
-// Whether a stash, of so many bytes per unit, row and KV head, is worth it. A smaller one is still in L2 when the next layer writes over it.
+// Whether a stash of so many bytes per unit, row and KV head is worth giving up. A smaller one is still in L2 when the next layer writes over it.
 __device__ __forceinline__ bool leaves_l2(const Batch& batch, size_t unit_bytes) {
   return size_t(batch.rows) * batch.kv_heads * batch.max_units * unit_bytes > 9 << 20;
 }
+
 // A row of K or V, read by several lanes at once: 64 bytes at a time reach only 85 % of the speed without the 128-byte hint.
 __device__ __forceinline__ uint4 load_row(const void* p) {
   uint4 v;

@@ -93,6 +93,12 @@ def make_batch(
     return Batch(shape, query, kv, rows, ops.Layer(LAYER, 1 / math.sqrt(shape.head_dim), soft_cap, head_offset=6))
 
 
+def single_row(batch: Batch, row: int) -> Batch:
+    """A batch of this row alone, in the same cache."""
+    rows = {name: getattr(batch.rows, name)[row : row + 1] for name in ("block_table", "seq_lens", "method", "budget", "seed")}
+    return replace(batch, query=batch.query[row : row + 1], rows=ops.Rows(**rows))
+
+
 def capacity(batch: Batch) -> int:
     return batch.rows.block_table.shape[1] * batch.kv.shape[2]
 
@@ -322,9 +328,7 @@ def test_hundreds_of_ragged_rows_match_each_row_alone(method: Method) -> None:
     run = run_pps if method == Method.pps else run_values
     output = run(batch)[0]
     for row in (1, 150, 299, 300):
-        rows = {name: getattr(batch.rows, name)[row : row + 1] for name in ("block_table", "seq_lens", "method", "budget", "seed")}
-        single = Batch(batch.shape, batch.query[row : row + 1], batch.kv, ops.Rows(**rows), batch.layer)
-        assert_close(output[row], run(single)[0][0].double(), batch.shape.dtype)
+        assert_close(output[row], run(single_row(batch, row))[0][0].double(), batch.shape.dtype)
 
 
 def test_a_stash_that_is_given_up_behind_its_last_reader_was_read_by_all() -> None:
@@ -337,8 +341,7 @@ def test_a_stash_that_is_given_up_behind_its_last_reader_was_read_by_all() -> No
         again, lse_again, _ = run_values(batch)
         assert again.equal(output) and lse_again.equal(lse)
     for row in range(len(contexts)):
-        rows = {name: getattr(batch.rows, name)[row : row + 1] for name in ("block_table", "seq_lens", "method", "budget", "seed")}
-        alone, lse_alone, small = run_values(Batch(batch.shape, batch.query[row : row + 1], batch.kv, ops.Rows(**rows), batch.layer))
+        alone, lse_alone, small = run_values(single_row(batch, row))
         assert small.weight.nbytes < 9 << 20
         assert alone[0].equal(output[row]) and lse_alone[0].equal(lse[row])
 
