@@ -1,4 +1,4 @@
-// Blocks of a cluster: a barrier, and each other's shared memory. Before compute capability 9.0 a cluster is one block.
+// Blocks of a cluster: a barrier, and what they send each other. Before compute capability 9.0 a cluster is one block.
 #pragma once
 #include "common.cuh"
 
@@ -18,17 +18,63 @@ __device__ __forceinline__ void cluster_wait() {
 }
 __device__ __forceinline__ void cluster_barrier() { cluster_arrive(); cluster_wait(); }
 
-// Where a shared variable of this block lies in block `rank` of the cluster.
-template <class T>
-__device__ __forceinline__ T* in_block(T* shared, int rank) {
+// What the blocks of a cluster send into each other's shared memory, counted in bytes where it arrives. A barrier of the cluster would have to
+// wait for every store on its way first: half a microsecond. In shared memory; a phase takes one expect() and as many bytes.
+struct Mailbox {
+  uint64_t barrier;
+
+  __device__ __forceinline__ static uint32_t at(const void* shared) { return uint32_t(__cvta_generic_to_shared(shared)); }
+
+  // By one thread, before a barrier of the cluster.
+  __device__ __forceinline__ void init() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  T* remote;
-  asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(shared), "r"(rank));
-  return remote;
-#else
-  return shared;
+    asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(at(&barrier)) : "memory");
 #endif
-}
+  }
+  // By one thread.
+  __device__ __forceinline__ void expect(int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at(&barrier)), "r"(bytes) : "memory");
+#endif
+  }
+  // Waits for the end of a phase, 0 and 1 in turns. By all threads.
+  __device__ __forceinline__ void wait(int phase) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    uint32_t done;
+    do
+      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                   : "=r"(done) : "r"(at(&barrier)), "r"(phase) : "memory");
+    while (!done);
+#else
+    __syncthreads();
+#endif
+  }
+  // To where `to` lies in block `rank`, if `really`; not by a branch, behind which nvcc 13.0 once set a predicate that all lanes share before all
+  // lanes had read it.
+  __device__ __forceinline__ void send(int rank, bool really, void* to, uint2 value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{ .reg .pred p; .reg .b32 d, b; setp.ne.b32 p, %3, 0; mapa.shared::cluster.u32 d, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
+        " @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [d], {%4, %5}, [b]; }" ::"r"(at(to)),
+        "r"(at(&barrier)), "r"(rank), "r"(int(really)), "r"(value.x), "r"(value.y)
+        : "memory");
+#else
+    if (really) *static_cast<uint2*>(to) = value;
+#endif
+  }
+  __device__ __forceinline__ void send(int rank, void* to, float4 value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{ .reg .b32 d, b; mapa.shared::cluster.u32 d, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
+        " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [d], {%3, %4, %5, %6}, [b]; }" ::"r"(at(to)),
+        "r"(at(&barrier)), "r"(rank), "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)),
+        "r"(__float_as_uint(value.w))
+        : "memory");
+#else
+    *static_cast<float4*>(to) = value;
+#endif
+  }
+};
 
 struct ClusterLaunch {            // of blocks that share a cluster along x, of which the grid has a multiple
   cudaLaunchConfig_t config = {};

@@ -117,6 +117,13 @@ __device__ __forceinline__ uint4 load_row(const void* p) {
   return v;
 }
 
+// The same through L1, for rows of which a block reads few.
+__device__ __forceinline__ uint4 load_row_near(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+
 // One 16-byte store; left alone, the compiler splits some of them.
 __device__ __forceinline__ void store16(void* p, uint4 v) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");

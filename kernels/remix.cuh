@@ -12,11 +12,13 @@ namespace santa {
 
 constexpr float kStarved = 3.f;   // bits of a fair share that a head may lack
 
+// The least that log2 lambda and a head's log2-sum-exp may come to together.
+__device__ __forceinline__ float least_share(float norm, int budget) { return norm + log2_fast(float(budget) * (1.f / kGroup)) - kStarved; }
+
 // Whether a head's share is too small, or not even tokens with the highest code are certain, which stands for all weights from there on.
 // rate: lambda in log-codes.
-__device__ __forceinline__ bool starved(int rate, float lse, float norm, int budget) {
-  const float share = rate * (1.f / 256.f) + lse - norm;
-  return lse > -INFINITY && (share < log2_fast(float(budget) * (1.f / kGroup)) - kStarved || rate < -(kByteCodes - 1 - kCodeZero << kBinShift));
+__device__ __forceinline__ bool starved(int rate, float lse, float least) {
+  return lse > -INFINITY && (rate * (1.f / 256.f) + lse < least || rate < -(kByteCodes - 1 - kCodeZero << kBinShift));
 }
 
 // Codes of tokens begin .. end - 1, and their histogram in shared memory. By all warps of a block; norm: [kGroup].

@@ -11,6 +11,7 @@ constexpr int kPointThreads = 512, kPointWarps = kPointThreads / 32;
 constexpr int kDrawThreads = 4;                      // threads that look for a draw's token among the 64 of its unit
 constexpr int kDraws = kPointThreads / kDrawThreads;
 constexpr int kDrawTokens = kUnit / kDrawThreads;
+constexpr int kDrawRows = kDraws / (kPointWarps * kRowsAtOnce);      // V rows a lane reads
 static_assert(kDrawTokens == 16);                    // in one block of the cache
 
 // The draw's point on [0, S * kOne).
@@ -21,36 +22,46 @@ __device__ int64_t draw_point(const Batch& batch, int row, int head, int n, int 
   return method == kStrat ? draw * kOne + u : budget * u;
 }
 
-constexpr int kHeldUnits = 4;
+// A thread's units: up to four runs of `length` consecutive ones. Where a run is one unit, which it is up to 131,072 tokens, they stay in
+// registers.
+constexpr int kRuns = 4;
 
-// A thread's consecutive units; the first few stay in registers.
-struct UnitRun {
-  static constexpr int kHeld = kHeldUnits;
+struct UnitRuns {
   const int2* unit;
-  int begin, end;
-  int2 held[kHeld];
+  int length, runs, begin, units;
+  int2 held[kRuns];
 
-  __device__ __forceinline__ UnitRun(const int2* unit, int begin, int end) : unit(unit), begin(begin), end(end) {
+  __device__ __forceinline__ UnitRuns(const int2* unit, int units) : unit(unit), units(units) {
+    length = ceil_div(units, kPointThreads * kRuns);
+    runs = ceil_div(units, kPointThreads * length);
+    begin = threadIdx.x * runs * length;
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) held[i] = begin + i < end ? __ldcg(unit + begin + i) : make_int2(kNoExponent, 0);
+    for (int i = 0; i < kRuns; ++i) held[i] = i < runs && begin + i < units ? __ldcg(unit + begin + i) : make_int2(kNoExponent, 0);
   }
+  // function(run, unit)
   template <class Function>
   __device__ __forceinline__ void for_each(const Function& function) const {
+    if (length == 1) {
 #pragma unroll
-    for (int i = 0; i < kHeld; ++i) function(held[i]);
+      for (int i = 0; i < kRuns; ++i) function(i, held[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i)
 #pragma unroll 4
-    for (int u = begin + kHeld; u < end; ++u) function(__ldcg(unit + u));
+        for (int u = begin + i * length; u < min(units, begin + min(runs, i + 1) * length); ++u) function(i, __ldcg(unit + u));
+    }
   }
 };
 
 // Draws first .. last - 1 of a query head, by split `split` of `active`.
 __device__ void sample_head(const Batch& batch, const Pages& pages, const Stash& stash, const Merge& merge, int active, int first, int last,
                             Half* out, float* lse) {
-  __shared__ int64_t upto[kPointThreads], scratch[kPointWarps];
+  __shared__ __align__(16) int64_t upto[kPointThreads * kRuns], scratch[kPointWarps];      // upto: prefix sums over the runs
   __shared__ int top_scratch[kPointWarps];
   __shared__ const Half* address[kDraws];
-  __shared__ __align__(16) int2 copy[kPointThreads * kHeldUnits];        // of the units, where they all fit
-  __shared__ __align__(16) float parts[kPointWarps * kHeadDim];
+  __shared__ __align__(16) int2 copy[kPointThreads * kRuns];             // of the units, where a run is one
+  float* parts = reinterpret_cast<float*>(copy);     // afterwards: [kPointWarps, kHeadDim]
+  static_assert(kPointWarps * kHeadDim * sizeof(float) <= sizeof(copy));
   const int split = blockIdx.x, head = blockIdx.y, row = blockIdx.z, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int method = batch.method[row], n = batch.seq_lens[row], budget = batch.budget[row], units = ceil_div(n, kUnit);
   const int64_t owner = int64_t(row) * gridDim.y + head;
@@ -59,15 +70,15 @@ __device__ void sample_head(const Batch& batch, const Pages& pages, const Stash&
   stash.progress.wait(int64_t(row) * batch.kv_heads + head / kGroup, units);
 
   // Exponent and mass of the row.
-  const int length = ceil_div(units, kPointThreads), begin = min(units, int(threadIdx.x) * length);
   const int2* unit = stash.unit + owner * batch.max_units;
-  const UnitRun run(unit, begin, min(units, begin + length));
+  const UnitRuns mine(unit, units);
+  const int length = mine.length, runs = mine.runs;
   int top = kNoExponent;
-  run.for_each([&](int2 u) { top = max(top, u.x); });
-  top = block_reduce<kPointThreads>(top, top_scratch, [](int a, int b) { return max(a, b); });
+  mine.for_each([&](int, int2 u) { top = max(top, u.x); });
+  top = block_max<kPointThreads>(top, top_scratch);
   int64_t mass = 0;
-  run.for_each([&](int2 u) { mass += unit_share(u, top); });
-  mass = block_reduce<kPointThreads>(mass, scratch, [](int64_t a, int64_t b) { return a + b; });
+  mine.for_each([&](int, int2 u) { mass += unit_share(u, top); });
+  mass = block_sum<kPointThreads>(mass, scratch);
   const bool broken = top == kNotFinite;
   if (lse && split == 0 && threadIdx.x == 0) lse[owner] = broken ? NAN : mass > 0 ? log2f(float(mass)) + float(top - 36) : -INFINITY;
   if (broken || mass == 0) {                         // NaN or +inf somewhere; or nothing to attend to
@@ -76,15 +87,18 @@ __device__ void sample_head(const Batch& batch, const Pages& pages, const Stash&
     return;
   }
   const double per_mass = double(budget) * 18446744073709551616.0 / double(mass);
-  int64_t own = 0, sum;
-  run.for_each([&](int2 u) { own += u.y * copies_per_weight(per_mass, u, top); });
-  __syncthreads();                                   // scratch is used again
-  upto[threadIdx.x] = block_scan<kPointThreads>(own, scratch, &sum);
-  const bool copied = length <= kHeldUnits;
-  if (copied)
+  int64_t own[kRuns] = {}, sum;
+  mine.for_each([&](int i, int2 u) { own[i] += u.y * copies_per_weight(per_mass, u, top); });
 #pragma unroll
-    for (int i = 0; i < kHeldUnits; ++i)
-      if (i < length) copy[threadIdx.x * length + i] = run.held[i];
+  for (int i = 1; i < kRuns; ++i) own[i] += own[i - 1];
+  __syncthreads();                                   // scratch is used again
+  const int64_t ahead = block_scan<kPointThreads>(own[kRuns - 1], scratch, &sum) - own[kRuns - 1];
+#pragma unroll
+  for (int i = 0; i < kRuns; ++i)
+    if (i < runs) {
+      upto[threadIdx.x * runs + i] = ahead + own[i];
+      if (length == 1) copy[threadIdx.x * runs + i] = mine.held[i];
+    }
   __syncthreads();
 
   ValueSum<1> values;
@@ -92,15 +106,22 @@ __device__ void sample_head(const Batch& batch, const Pages& pages, const Stash&
   for (int draws = first; draws < last; draws += kDraws) {
     if (draws > first) point = draw_point(batch, row, batch.head_offset * kGroup + head, n, method, budget, draws + my_draw);
     const bool drawn = draws + my_draw < last && point < sum;      // the same for the threads of a draw
+    // The first run with upto > point: the threads of a draw look at four places at a time.
+    const int64_t at = drawn ? point : 0;
+    int run = 0;
+#pragma unroll 1
+    for (int stride = kPointThreads / 4 * (runs > 2 ? 4 : runs); stride > 0; stride = stride == 2 ? 1 : stride / 4) {
+      const int place = run + stride * (part + 1) - 1;
+      const unsigned before = __ballot_sync(kAll, place < kPointThreads * runs && upto[place] <= at);
+      run += stride * __popc(before >> lane / kDrawThreads * kDrawThreads & (1 << kDrawThreads) - 1);
+    }
     int threshold = 0, token = 0, block = 0;
     uint4 weights[2] = {};
     if (drawn) {
-      int low = 0, high = kPointThreads - 1;         // the first run with upto > point
-      while (low < high) { const int mid = (low + high) / 2; if (upto[mid] > point) high = mid; else low = mid + 1; }
-      int64_t rest = point - (low > 0 ? upto[low - 1] : 0), rate = 0;
-      int u = low * length;
+      int64_t rest = at - (run > 0 ? upto[run - 1] : 0), rate = 0;
+      int u = run * length;
       for (;; ++u) {
-        const int2 here = copied ? copy[u] : unit[u];
+        const int2 here = length == 1 ? copy[u] : __ldcg(unit + u);
         rate = copies_per_weight(per_mass, here, top);
         if (here.y * rate > rest) break;
         rest -= here.y * rate;
@@ -139,14 +160,18 @@ __device__ void sample_head(const Batch& batch, const Pages& pages, const Stash&
                          (int64_t(head / kGroup) * pages.block_size + (token + within) % pages.block_size) * (2 * kHeadDim) + kHeadDim;
     }
     __syncthreads();
+    uint4 rows[kDrawRows];                           // all on their way before the first is added
     const float one = 1.f;
-    if (lane < kRowLanes * kRowsAtOnce)
+    const int first_row = warp * kRowsAtOnce + lane / kRowLanes;
+    if (lane < kRowLanes * kRowsAtOnce) {
 #pragma unroll
-      for (int i = 0; i < kDraws; i += kPointWarps * kRowsAtOnce) {
-        const int at = i + warp * kRowsAtOnce + lane / kRowLanes;
-        const Half* found = at < kDraws ? address[at] : nullptr;
-        if (found) values.add(load_row(found + lane % kRowLanes * 8), &one);
+      for (int i = 0; i < kDrawRows; ++i) {
+        const Half* found = address[first_row + i * (kPointWarps * kRowsAtOnce)];
+        rows[i] = found ? load_row(found + lane % kRowLanes * 8) : uint4{};
       }
+#pragma unroll
+      for (int i = 0; i < kDrawRows; ++i) values.add(rows[i], &one);
+    }
     __syncthreads();
   }
   values.hand_in(parts);

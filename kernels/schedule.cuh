@@ -27,11 +27,10 @@ __device__ void count_rows(int rows, int* before, const Function& count_of) {
 #pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) { if (w < warp) sum += warp_sum[w]; total += warp_sum[w]; }
     if (row < rows) before[row] = base + sum - count;
+    if (row == rows - 1) before[rows] = base + sum;
     base += total;
     __syncthreads();
   }
-  if (threadIdx.x == 0) before[rows] = base;
-  __syncthreads();
 }
 
 // Units (per KV head) of the rows.
@@ -65,37 +64,39 @@ __device__ inline Segment segment_at(const Batch& batch, const int* before, int6
   return s;
 }
 
-constexpr int kMinChunk = 4, kOneChunk = 64;       // units
+constexpr int kMinChunk = 4;                       // units
 
 // A scan's work in chunks: consecutive units of one row and KV head, in order, so that rows get done one after the other and the stage behind
 // works on a row, as Progress tells it, while the scan reads the next ones. Blocks take chunks as they get done with theirs: some
 // multiprocessors reach the memory a fifth faster than others. A chunk's start costs a warp more than a
-// microsecond, so where there is little to do every block gets one chunk, else several of at least `least` units.
+// microsecond, so where there is little to do, up to `alone` units a block, every block gets one chunk, else several of at least `least` units.
 struct Chunks {
   const Batch& batch;
-  const int* before;                 // chunks per KV head of the rows ahead
+  const int *before, *lengths;       // chunks per KV head of the rows ahead; tokens of the rows that are ours, else 0
   int size, count;                   // units of a chunk; chunks
 
-  // before: [rows + 1], in shared memory. entry: what a chunk's start costs, in units.
+  static size_t bytes(const Batch& batch) { return (2 * batch.rows + 1) * sizeof(int); }
+
+  // shared: bytes() of it. entry: what a chunk's start costs, in units.
   template <int THREADS>
-  __device__ static Chunks make(const Batch& batch, int* before, int least, int entry) {
-    count_units<THREADS>(batch, before);
+  __device__ static Chunks make(const Batch& batch, int* shared, int alone, int least, int entry) {
+    int *before = shared, *lengths = shared + batch.rows + 1;
+    count_rows<THREADS>(batch.rows, before, [&](int row) { return ceil_div(lengths[row] = batch.length(row), kUnit); });
     const int even = ceil_div(before[batch.rows] * batch.kv_heads, gridDim.x);
-    const int size = fitting_size(batch, before, even > kOneChunk ? least : max(kMinChunk, even), entry);
-    __syncthreads();
-    count_rows<THREADS>(batch.rows, before, [&](int row) { return ceil_div(ceil_div(batch.length(row), kUnit), size); });
-    return {batch, before, size, before[batch.rows] * batch.kv_heads};
+    const int size = fitting_size(batch, lengths, even > alone ? least : max(kMinChunk, even), entry);
+    count_rows<THREADS>(batch.rows, before, [&](int row) { return ceil_div(ceil_div(lengths[row], kUnit), size); });
+    return {batch, before, lengths, size, before[batch.rows] * batch.kv_heads};
   }
 
   // The size, from `least` on and below twice that, with which the blocks are done first: rows are cut into whole chunks and blocks take whole
   // ones, so that 16 rows and KV heads of 469 units on 264 blocks, say, take twice as long in chunks of 29 units (272) as in chunks of 30 (256).
   // The last chunk to start keeps its block alone, on average for half a chunk.
-  __device__ static int fitting_size(const Batch& batch, const int* units_before, int least, int entry) {
+  __device__ static int fitting_size(const Batch& batch, const int* lengths, int least, int entry) {
     const int size = least + min(int(threadIdx.x % 32), least - 1);
     const float inverse = __frcp_rn(float(size));
     int chunks = 0;
 #pragma unroll 4
-    for (int row = 0; row < batch.rows; ++row) chunks += __float2int_ru(fmaf(float(units_before[row + 1] - units_before[row]), inverse, -1e-3f));
+    for (int row = 0; row < batch.rows; ++row) chunks += __float2int_ru(fmaf(float(ceil_div(lengths[row], kUnit)), inverse, -1e-3f));
     const unsigned rounds = ceil_div(chunks * batch.kv_heads, gridDim.x), cost = 2 * rounds * (size + entry) + size;
     return least + __reduce_min_sync(0xffffffffu, cost * 32 + size - least) % 32;
   }
@@ -106,7 +107,7 @@ struct Chunks {
     Segment s;
     s.row = low;
     s.head = within / per_head;
-    s.length = batch.seq_lens[low];
+    s.length = lengths[low];
     s.first = within % per_head * size;
     s.last = min(ceil_div(s.length, kUnit), s.first + size);
     return s;

@@ -26,6 +26,8 @@ constexpr int kAhead = kStages - 1;                                         // o
 constexpr int kRingBytes = kScoreWarps * kStages * kStageBytes;
 static_assert(kAhead <= kSteps && 16 * kStepTiles * kRowSlots * 16 == kStageBytes);
 
+constexpr int kOneChunk = kHeadDim == 256 ? 32 : 64;      // units a block may have to do to do them in one go
+
 struct UnitScores {
   float x[8][kHeadSlots];      // token token_of(i), head head_of(s); -inf beyond the row's length
 };
@@ -170,8 +172,8 @@ __device__ __forceinline__ void run_steps(KeyRing& ring, UnitDots& dots, const S
   }
 }
 
-// The chunks a block is at work on, in shared memory; several, because its warps do not wait for each other. The first warp to take from
-// a chunk asks for the next; the last one out of it tidies up after it.
+// The chunks a block is at work on, in shared memory; several, because its warps do not wait for each other. Of the first chunk every warp has
+// a unit from the start. The first warp to take from a later one asks for the next; the last one out of a chunk tidies up after it.
 struct ChunkSlots {
   static constexpr int kSlots = 8, kAheadOfTidy = 5;
   Segment segment[kSlots];     // of the block's chunk number i, in slot i % kSlots; row -1: there are no more
@@ -227,6 +229,13 @@ struct Scan {
     return {open, __shfl_sync(kAll, unit, 0)};
   }
 
+  // The warp's unit of the first chunk, if there are so many.
+  __device__ __forceinline__ Unit first() const {
+    const Segment& s = segment(0);
+    const int unit = s.first + int(threadIdx.x) / 32;
+    return {0, s.row >= 0 && unit < s.last ? unit : -1};
+  }
+
   // First token of tile lane % 4, or of the row's last tile.
   __device__ __forceinline__ int tile_token(Unit u) const {
     return min(u.unit * kUnit + int(threadIdx.x % 4) * 16, (segment(u.chunk).length - 1) / 16 * 16);
@@ -262,9 +271,9 @@ struct Scan {
   }
 
   __device__ void run() {
-    Unit unit{0, -1}, next{0, -1};
+    Unit unit{0, -1}, next = first();
     const Half* keys = nullptr;
-    int next_block = 0, entered = -1;
+    int next_block = block_of(next), entered = -1;
     StepQuery query;
     bool launched = false;
 #pragma unroll 1
@@ -282,6 +291,7 @@ struct Scan {
       if (restart) {
         keys = keys_of(unit, next_block);
         first_requests<0>(ring, keys);
+        if (entered < 0 && threadIdx.x == 0) slots.put(chunks, 1, queue.take(chunks.count));
         next = take();
         next_block = block_of(next);
       }
@@ -290,8 +300,8 @@ struct Scan {
         entered = unit.chunk;
         while (load_acquire(&slots.tidy) < entered - 1) {}
         __syncwarp();
-        epilogue.begin(s, entered % 2);
         query.load(q + (int64_t(s.row) * batch.kv_heads + s.head) * kGroup * kHeadDim, threadIdx.x % 32);
+        epilogue.begin(s, entered % 2);
       }
       const Half* following = keys_of(next, next_block);
       const Unit after = take();
@@ -320,7 +330,10 @@ template <class Epilogue>
 __device__ void scan_keys(const Batch& batch, const Pages& pages, const Half* q, const Chunks& chunks, char* shared, const Queue& queue,
                           const Progress& progress, Epilogue& epilogue) {
   __shared__ ChunkSlots slots;
-  if (threadIdx.x < ChunkSlots::kSlots) slots.taken[threadIdx.x] = slots.finished[threadIdx.x] = 0;
+  if (threadIdx.x < ChunkSlots::kSlots) {
+    slots.taken[threadIdx.x] = threadIdx.x == 0 ? kScoreWarps : 0;
+    slots.finished[threadIdx.x] = 0;
+  }
   if (threadIdx.x == 0) {
     slots.tidy = 0;
     slots.put(chunks, 0, blockIdx.x);

@@ -116,10 +116,9 @@ struct CodeEpilogue {
 __global__ void __launch_bounds__(kScoreThreads, kScoreBound)
     score_codes_kernel(Batch batch, Pages pages, Scores scores, const Half* q, PpsBuffers out) {
   extern __shared__ __align__(128) char shared[];
-  int* before = reinterpret_cast<int*>(shared + kRingBytes);
   __shared__ unsigned histograms[2 * kByteCodes];
   for (int b = threadIdx.x; b < 2 * kByteCodes; b += kScoreThreads) histograms[b] = 0;
-  const Chunks chunks = Chunks::make<kScoreThreads>(batch, before, kLeastChunk, kChunkEntry);
+  const Chunks chunks = Chunks::make<kScoreThreads>(batch, reinterpret_cast<int*>(shared + kRingBytes), kOneChunk, kLeastChunk, kChunkEntry);
   CodeEpilogue epilogue{batch, scores, out, histograms, int(threadIdx.x % 32)};
   scan_keys(batch, pages, q, chunks, shared, out.queue, out.progress, epilogue);
   if (blockIdx.x == 0) wait_previous();              // this kernel ends after the one before
@@ -127,7 +126,7 @@ __global__ void __launch_bounds__(kScoreThreads, kScoreBound)
 
 cudaError_t score_codes(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const PpsBuffers& out, int blocks,
                         cudaStream_t stream, bool overlap) {
-  return launch_side_by_side(score_codes_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int),
+  return launch_side_by_side(score_codes_kernel, dim3(blocks), kScoreThreads, kRingBytes + Chunks::bytes(batch),
                              stream, overlap, batch, pages, scores, static_cast<const Half*>(q), out);
 }
 

@@ -53,15 +53,14 @@ struct ValueEpilogue {
 __global__ void __launch_bounds__(kScoreThreads, kScoreBound)
     score_values_kernel(Batch batch, Pages pages, Scores scores, const Half* q, Stash out) {
   extern __shared__ __align__(128) char shared[];
-  int* before = reinterpret_cast<int*>(shared + kRingBytes);
-  const Chunks chunks = Chunks::make<kScoreThreads>(batch, before, kLeastChunk, kChunkEntry);
+  const Chunks chunks = Chunks::make<kScoreThreads>(batch, reinterpret_cast<int*>(shared + kRingBytes), kOneChunk, kLeastChunk, kChunkEntry);
   ValueEpilogue epilogue{batch, scores, out, int(threadIdx.x % 32)};
   scan_keys(batch, pages, q, chunks, shared, out.queue, out.progress, epilogue);
 }
 
 cudaError_t score_values(const Batch& batch, const Pages& pages, const Scores& scores, const void* q, const Stash& out, int blocks,
                          cudaStream_t stream) {
-  return launch_side_by_side(score_values_kernel, dim3(blocks), kScoreThreads, kRingBytes + (batch.rows + 1) * sizeof(int),
+  return launch_side_by_side(score_values_kernel, dim3(blocks), kScoreThreads, kRingBytes + Chunks::bytes(batch),
                              stream, false, batch, pages, scores, static_cast<const Half*>(q), out);
 }
 

@@ -256,18 +256,32 @@ def expected_value_weights(batch: Batch, row: int, method: Method, workspace: op
     return (copies.double() / budget)[:, :n]
 
 
-@pytest.mark.parametrize("method", ops.VALUE_METHODS, ids=lambda method: method.name)
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
-def test_value_samplers_draw_like_the_reference(shape: Shape, method: Method) -> None:
-    batch = make_batch(shape, method, 150, CONTEXTS)
+def check_values(batch: Batch, method: Method) -> None:
+    """Every row as the reference has it, from the kernel's stash."""
     output, lse, workspace = run_values(batch)
-    for row, n in enumerate(CONTEXTS):
+    for row, n in enumerate(batch.rows.seq_lens.tolist()):
         if n == 0:
             assert output[row].eq(0).all() and lse[row].eq(-torch.inf).all()
             continue
         weights = expected_value_weights(batch, row, method, workspace).unflatten(0, (HEADS, -1))
-        assert_close(output[row], (weights @ batch.context(row)[1]).flatten(0, 1), shape.dtype)
+        assert_close(output[row], (weights @ batch.context(row)[1]).flatten(0, 1), batch.shape.dtype)
         torch.testing.assert_close(lse[row].double(), batch.scores(row).logsumexp(-1).flatten() / math.log(2), atol=5e-3, rtol=0)
+
+
+@pytest.mark.parametrize("method", ops.VALUE_METHODS, ids=lambda method: method.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_value_samplers_draw_like_the_reference(shape: Shape, method: Method) -> None:
+    check_values(make_batch(shape, method, 150, CONTEXTS), method)
+
+
+def test_pps_of_rows_whose_codes_a_block_holds_in_parts_is_that_of_the_reference() -> None:
+    batch = make_batch(SHAPES[0], Method.pps, 300, [300000, 140001])
+    check_pps(batch, *run_pps(batch))
+
+
+@pytest.mark.parametrize("method", [Method.santa, Method.prop], ids=lambda method: method.name)
+def test_draws_from_rows_whose_masses_do_not_fit_in_registers_are_those_of_the_reference(method: Method) -> None:
+    check_values(make_batch(SHAPES[0], method, 300, [300000]), method)
 
 
 def test_stash_is_that_of_the_reference_within_a_step() -> None:
