@@ -19,9 +19,18 @@ __device__ __forceinline__ void cluster_wait() {
 __device__ __forceinline__ void cluster_barrier() { cluster_arrive(); cluster_wait(); }
 
 // What the blocks of a cluster send into each other's shared memory, counted in bytes where it arrives. A barrier of the cluster would have to
-// wait for every store on its way first: half a microsecond. In shared memory; a phase takes one expect() and as many bytes.
+// wait for every store on its way first: half a microsecond. In shared memory; a phase takes one expect() and as many bytes. A block that is alone
+// stores and meets its threads at its own barrier: outside of a cluster the counting store is an illegal instruction.
 struct Mailbox {
   uint64_t barrier;
+
+  __device__ __forceinline__ static bool alone() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    return gridDim.x == 1;
+#else
+    return true;
+#endif
+  }
 
   __device__ __forceinline__ static uint32_t at(const void* shared) { return uint32_t(__cvta_generic_to_shared(shared)); }
 
@@ -39,30 +48,38 @@ struct Mailbox {
   }
   // Waits for the end of a phase, 0 and 1 in turns. By all threads.
   __device__ __forceinline__ void wait(int phase) {
+    if (alone()) {
+      __syncthreads();
+      return;
+    }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     uint32_t done;
     do
       asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
                    : "=r"(done) : "r"(at(&barrier)), "r"(phase) : "memory");
     while (!done);
-#else
-    __syncthreads();
 #endif
   }
-  // To where `to` lies in block `rank`, if `really`; not by a branch, behind which nvcc 13.0 once set a predicate that all lanes share before all
-  // lanes had read it.
+  // To where `to` lies in block `rank`, from lanes that `really` do; a block that is alone may be written to by lanes that do not, with the same
+  // value. Not by a branch, behind which nvcc 13.0 once set a predicate that all lanes share before all lanes had read it.
   __device__ __forceinline__ void send(int rank, bool really, void* to, uint2 value) {
+    if (alone()) {
+      *static_cast<uint2*>(to) = value;
+      return;
+    }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "{ .reg .pred p; .reg .b32 d, b; setp.ne.b32 p, %3, 0; mapa.shared::cluster.u32 d, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
         " @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [d], {%4, %5}, [b]; }" ::"r"(at(to)),
         "r"(at(&barrier)), "r"(rank), "r"(int(really)), "r"(value.x), "r"(value.y)
         : "memory");
-#else
-    if (really) *static_cast<uint2*>(to) = value;
 #endif
   }
   __device__ __forceinline__ void send(int rank, void* to, float4 value) {
+    if (alone()) {
+      *static_cast<float4*>(to) = value;
+      return;
+    }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile(
         "{ .reg .b32 d, b; mapa.shared::cluster.u32 d, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
@@ -70,8 +87,6 @@ struct Mailbox {
         "r"(at(&barrier)), "r"(rank), "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)),
         "r"(__float_as_uint(value.w))
         : "memory");
-#else
-    *static_cast<float4*>(to) = value;
 #endif
   }
 };

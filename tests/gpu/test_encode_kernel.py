@@ -46,11 +46,11 @@ def distances(keys: Tensor, codebook: Codebook) -> Tensor:
 
 
 def assert_nearest(codes: Tensor, keys: Tensor, codebook: Codebook) -> None:
-    """Every code is the nearest centroid's, or as near as float32 can tell; and nearly all are those of the float32 reference."""
+    """Every code is the nearest centroid's, or as near as float32 can tell; and nearly all, one apart, are those of the float32 reference."""
     exact = distances(keys, codebook)
     excess = exact.gather(-1, codes.long().unsqueeze(-1)).squeeze(-1) - exact.amin(-1)
     assert excess.max() < 1e-4, float(excess.max())
-    assert (codes != pq.encode(keys, codebook)).float().mean() < 1e-3
+    assert (codes != pq.encode(keys, codebook)).sum() <= 1 + 1e-3 * codes.numel()
 
 
 @pytest.mark.parametrize("block", [16, 64])
