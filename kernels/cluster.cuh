@@ -36,12 +36,14 @@ struct Mailbox {
 
   // By one thread, before a barrier of the cluster.
   __device__ __forceinline__ void init() {
+    if (alone()) return;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(at(&barrier)) : "memory");
 #endif
   }
   // By one thread.
   __device__ __forceinline__ void expect(int bytes) {
+    if (alone()) return;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at(&barrier)), "r"(bytes) : "memory");
 #endif

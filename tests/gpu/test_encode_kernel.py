@@ -46,7 +46,7 @@ def distances(keys: Tensor, codebook: Codebook) -> Tensor:
 
 
 def assert_nearest(codes: Tensor, keys: Tensor, codebook: Codebook) -> None:
-    """Every code is the nearest centroid's, or as near as float32 can tell; and nearly all, one apart, are those of the float32 reference."""
+    """Every code is the nearest centroid's, or as near as float32 can tell; and all but very few are those of the float32 reference."""
     exact = distances(keys, codebook)
     excess = exact.gather(-1, codes.long().unsqueeze(-1)).squeeze(-1) - exact.amin(-1)
     assert excess.max() < 1e-4, float(excess.max())
