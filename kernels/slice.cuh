@@ -15,7 +15,8 @@ struct Held {
   int block[kHeldPieces / 2][kRowsThreads];          // of the cache, for two pieces
 };
 
-// Tokens begin .. end - 1. Loops over pieces are not unrolled: they run once, and then an instruction costs most when it is fetched.
+// Tokens begin .. end - 1, whole units but for the row's end. Loops over pieces are not unrolled: they run once, and then an instruction costs most
+// when it is fetched.
 struct Slice {
   Held& held;
   const int* table;
@@ -28,11 +29,12 @@ struct Slice {
   __device__ __forceinline__ Slice(Held& held, const Batch& batch, const Pages& pages, const PpsBuffers& buffers, int n)
       : held(held), pair(int64_t(blockIdx.z) * batch.kv_heads + blockIdx.y), n(n), block_size(pages.block_size) {
     const int rank = blockIdx.x, blocks = gridDim.x;
-    run = ceil_div(n, blocks * kRowsThreads * kPieceTokens);
+    const int share = ceil_div(n, blocks * kUnit) * kUnit;
+    run = ceil_div(share, kRowsThreads * kPieceTokens);
     run += run > 1 && run % 2;
     groups = ceil_div(run, kHeldPieces);
-    begin = rank * kRowsThreads * run * kPieceTokens;
-    end = min(n, begin + kRowsThreads * run * kPieceTokens);
+    begin = rank * share;                            // beyond the row, and then beyond `end`, if there is nothing left
+    end = min(n, begin + share);
     table = batch.block_table + blockIdx.z * batch.table_stride;
     codes = buffers.codes + pair * batch.max_units * kUnit;
     enter(0);
@@ -44,17 +46,17 @@ struct Slice {
     first = begin + (int(threadIdx.x) * run + group * kHeldPieces) * kPieceTokens;
     count = min(kHeldPieces, run - group * kHeldPieces);
 #pragma unroll 1
-    for (int p = 0; p < count && first + p * kPieceTokens < n; p += 2)
+    for (int p = 0; p < count && first + p * kPieceTokens < end; p += 2)
       held.block[p / 2][threadIdx.x] = table[(first + p * kPieceTokens) / block_size];
   }
-  // Asks for their codes. The scan wrote whole units: codes beyond n are 0.
+  // Asks for their codes; beyond the slice they are 0. The scan wrote whole units: beyond n they are 0 as well.
   __device__ __forceinline__ void load() const {
     const uint32_t to = uint32_t(__cvta_generic_to_shared(&held.codes[0][threadIdx.x]));
 #pragma unroll 1
     for (int p = 0; p < count; ++p) {
       const int token = first + p * kPieceTokens;
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + p * int(sizeof(held.codes[0]))), "l"(codes + min(token, n - 1) / kPieceTokens * kPieceTokens),
-                   "r"(token < n ? 8 : 0)
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to + p * int(sizeof(held.codes[0]))), "l"(codes + (token < end ? token : 0)),
+                   "r"(token < end ? 8 : 0)
                    : "memory");
     }
   }
