@@ -27,10 +27,10 @@ __device__ int block_max(int value, int* scratch) {
 }
 
 // Over the lanes of a warp, inclusive; WIDTH: lanes that matter.
-template <int WIDTH = 32>
-__device__ __forceinline__ int64_t warp_scan(int64_t value) {
+template <int WIDTH = 32, class T>
+__device__ __forceinline__ T warp_scan(T value) {
 #pragma unroll
-  for (int d = 1; d < WIDTH; d *= 2) { const int64_t other = __shfl_up_sync(~0u, value, d); if (threadIdx.x % 32 >= d) value += other; }
+  for (int d = 1; d < WIDTH; d *= 2) { const T other = __shfl_up_sync(~0u, value, d); if (threadIdx.x % 32 >= d) value += other; }
   return value;
 }
 

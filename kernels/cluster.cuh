@@ -1,6 +1,6 @@
 // Blocks of a cluster: a barrier, and what they send each other. Before compute capability 9.0 a cluster is one block.
 #pragma once
-#include "common.cuh"
+#include "transaction.cuh"
 
 namespace santa {
 
@@ -33,62 +33,51 @@ struct Mailbox {
   }
 
   __device__ __forceinline__ static uint32_t at(const void* shared) { return uint32_t(__cvta_generic_to_shared(shared)); }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ static uint32_t in_block(const void* shared, int rank) {
+    uint32_t remote;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(at(shared)), "r"(rank));
+    return remote;
+  }
+#endif
 
   // By one thread, before a barrier of the cluster.
   __device__ __forceinline__ void init() {
-    if (alone()) return;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared.b64 [%0], 1; fence.mbarrier_init.release.cluster;" ::"r"(at(&barrier)) : "memory");
-#endif
+    if (!alone()) transaction_init(at(&barrier));
   }
   // By one thread.
   __device__ __forceinline__ void expect(int bytes) {
-    if (alone()) return;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(at(&barrier)), "r"(bytes) : "memory");
-#endif
+    if (!alone()) transaction_expect(at(&barrier), bytes);
   }
   // Waits for the end of a phase, 0 and 1 in turns. By all threads.
   __device__ __forceinline__ void wait(int phase) {
-    if (alone()) {
-      __syncthreads();
-      return;
-    }
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    uint32_t done;
-    do
-      asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                   : "=r"(done) : "r"(at(&barrier)), "r"(phase) : "memory");
-    while (!done);
-#endif
+    if (alone()) __syncthreads(); else transaction_wait<true>(at(&barrier), phase);
   }
+
   // To where `to` lies in block `rank`, from lanes that `really` do; a block that is alone may be written to by lanes that do not, with the same
-  // value. Not by a branch, behind which nvcc 13.0 once set a predicate that all lanes share before all lanes had read it.
-  __device__ __forceinline__ void send(int rank, bool really, void* to, uint2 value) {
+  // value. nvcc makes a branch of the predicate; behind one, 13.0 once set a predicate that all lanes share before all lanes had read it.
+  __device__ __forceinline__ void send(int rank, bool really, uint2* to, uint2 value) {
     if (alone()) {
-      *static_cast<uint2*>(to) = value;
+      *to = value;
       return;
     }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{ .reg .pred p; .reg .b32 d, b; setp.ne.b32 p, %3, 0; mapa.shared::cluster.u32 d, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
-        " @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [d], {%4, %5}, [b]; }" ::"r"(at(to)),
-        "r"(at(&barrier)), "r"(rank), "r"(int(really)), "r"(value.x), "r"(value.y)
-        : "memory");
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%3, %4}, [%1]; }" ::"r"(
+                     in_block(to, rank)),
+                 "r"(in_block(&barrier, rank)), "r"(int(really)), "r"(value.x), "r"(value.y)
+                 : "memory");
 #endif
   }
-  __device__ __forceinline__ void send(int rank, void* to, float4 value) {
+  __device__ __forceinline__ void send(int rank, float4* to, float4 value) {
     if (alone()) {
-      *static_cast<float4*>(to) = value;
+      *to = value;
       return;
     }
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{ .reg .b32 d, b; mapa.shared::cluster.u32 d, %0, %2; mapa.shared::cluster.u32 b, %1, %2;"
-        " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [d], {%3, %4, %5, %6}, [b]; }" ::"r"(at(to)),
-        "r"(at(&barrier)), "r"(rank), "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)),
-        "r"(__float_as_uint(value.w))
-        : "memory");
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(in_block(to, rank)),
+                 "r"(in_block(&barrier, rank)), "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)),
+                 "r"(__float_as_uint(value.w))
+                 : "memory");
 #endif
   }
 };

@@ -95,10 +95,6 @@ struct RowTile {
   }
 };
 
-__device__ __forceinline__ const Half* row_at(const Pages& pages, int head, int block, int within) {
-  return static_cast<const Half*>(pages.kv) + block * pages.page_stride + (int64_t(head) * pages.block_size + within) * (2 * kHeadDim);
-}
-
 struct Shared {
   int64_t double_exp2[256], inclusion[kByteCodes], scratch[kRowsWarps];
   int64_t slice_sum[kMaxCluster];                    // of every block's slice: written by that block
@@ -133,7 +129,8 @@ __device__ __forceinline__ void sum_masses(const Batch& batch, const PpsBuffers&
   for (int i = 0; i < kWarpHeads; ++i) {
     mass[i].add_lanes();
     const bool own = first + i * (kRowsWarps - 1) < kGroup && lane < blocks;
-    shared.sums_box.send(lane & blocks - 1, own, &shared.slice_mass[blockIdx.x][head_of(i)], make_uint2(__float_as_uint(mass[i].top), __float_as_uint(mass[i].sum)));
+    shared.sums_box.send(lane & blocks - 1, own, reinterpret_cast<uint2*>(&shared.slice_mass[blockIdx.x][head_of(i)]),
+                         make_uint2(__float_as_uint(mass[i].top), __float_as_uint(mass[i].sum)));
   }
 }
 
@@ -167,7 +164,7 @@ __device__ __forceinline__ bool sample_pair(const Batch& batch, const Pages& pag
     own += slice.include(shared.inclusion);
   }
   const int64_t upto = block_scan<kRowsThreads>(own, shared.scratch, &sum);
-  if (warp == 0) shared.sums_box.send(lane & blocks - 1, lane < blocks, &shared.slice_sum[rank], make_uint2(uint32_t(sum), uint32_t(uint64_t(sum) >> 32)));
+  if (warp == 0) shared.sums_box.send(lane & blocks - 1, lane < blocks, reinterpret_cast<uint2*>(&shared.slice_sum[rank]), make_uint2(uint32_t(sum), uint32_t(uint64_t(sum) >> 32)));
   Query query;
   query.load(q + pair * kOutSize, lane);
   shared.sums_box.wait(AGAIN);

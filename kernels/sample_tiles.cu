@@ -1,6 +1,7 @@
 // flash, stage 2: every tile of 256 tokens samples on its own, S / tiles draws with one offset, and counts by its share of the mass. A
 // warp takes a tile: it finds the copies of every head, then reads each row of V that any head drew once for the group. A block starts as
 // soon as the scan is through with its row and KV head.
+#include "block_sum.cuh"
 #include "philox.cuh"
 #include "values.cuh"
 
@@ -52,10 +53,7 @@ struct HeadTile {
 #pragma unroll
     for (int k = 0; k < 4; ++k) sum += (pairs[k] & 0xffff) + (pairs[k] >> 16);
     const int64_t own = sum * rate;
-    int64_t at = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) { const int64_t other = __shfl_up_sync(kAll, at, d); if (lane >= d) at += other; }
-    at += offset - own;
+    int64_t at = warp_scan(own) + offset - own;
     const float tile_mass = float(double(mass) * pow2(top - reference));
     const float each = tile_mass / draws;
     mass_sum += tile_mass;
@@ -116,9 +114,7 @@ __device__ void sample_pair(const Batch& batch, const Pages& pages, const Stash&
         drawn |= heads[k].sample(draws, offset, reference[h], mine.weight[h], mass[h]);
       }
     }
-    int upto = __popc(drawn);                        // list the tokens some head drew, in order
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) { const int other = __shfl_up_sync(kAll, upto, d); if (lane >= d) upto += other; }
+    const int upto = warp_scan(__popc(drawn));       // list the tokens some head drew, in order
     const int count = __shfl_sync(kAll, upto, 31);
     const Half* base = static_cast<const Half*>(pages.kv) + block * pages.page_stride +
                        (int64_t(head) * pages.block_size + token % pages.block_size) * (2 * kHeadDim) + kHeadDim;

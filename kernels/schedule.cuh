@@ -1,6 +1,7 @@
 // Splits the batch's units (64 tokens of one row and KV head) evenly over a fixed grid, so that one long row and many short rows
 // both fill the GPU. Context lengths are only known on the device: each block counts the units of all rows itself.
 #pragma once
+#include "block_sum.cuh"
 #include "common.cuh"
 
 namespace santa {
@@ -18,9 +19,7 @@ __device__ void count_rows(int rows, int* before, const Function& count_of) {
   for (int start = 0; start < rows; start += THREADS) {
     const int row = start + threadIdx.x;
     const int count = row < rows ? count_of(row) : 0;
-    int sum = count;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) { const int other = __shfl_up_sync(0xffffffffu, sum, d); if (lane >= d) sum += other; }
+    int sum = warp_scan(count);
     if (lane == 31) warp_sum[warp] = sum;
     __syncthreads();
     int total = 0;

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "ssa.cuh"
+#include "transaction.cuh"
 
 namespace santa {
 
@@ -33,9 +34,10 @@ struct RowStage {
 
   __device__ __forceinline__ void start() const {
 #if SANTA_BULK_COPY
-    if (threadIdx.x % 32 == 0)
-      asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\nfence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::"r"(barrier)
-                   : "memory");
+    if (threadIdx.x % 32 == 0) {
+      transaction_init(barrier);
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
     __syncwarp();
 #endif
   }
@@ -44,8 +46,7 @@ struct RowStage {
   __device__ __forceinline__ void issue(const Half* own, int valid) const {
     const int lane = threadIdx.x % 32, rows = max(0, min(valid, 16));
 #if SANTA_BULK_COPY
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(rows * kHeadDim * 2) : "memory");
+    if (lane == 0) transaction_expect(barrier, rows * kHeadDim * 2);
     __syncwarp();
     if (lane < rows)
       asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(tile_at(tile, lane, 0)),
@@ -74,11 +75,7 @@ struct RowStage {
 
   __device__ __forceinline__ void wait() {
 #if SANTA_BULK_COPY
-    uint32_t done;
-    do
-      asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                   : "=r"(done) : "r"(barrier), "r"(phase) : "memory");
-    while (!done);
+    transaction_wait<false>(barrier, phase);
     phase ^= 1;
 #else
     asm volatile("cp.async.wait_group 1;" ::: "memory");

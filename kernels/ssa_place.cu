@@ -111,10 +111,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 2) place_adaptive_kernel(Batch 
 
     // The last warp: publish the chunk's sum (the flag travels with it: no fence needed), add up the sums ahead of it.
     if (warp == kPlaceWarps - 1) {
-      int64_t sum = lane < kPlaceWarps ? warp_sum[lane] : 0;
-      const int64_t mine = sum;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) { const int64_t other = __shfl_up_sync(~0u, sum, d); if (lane >= d) sum += other; }
+      const int64_t mine = lane < kPlaceWarps ? warp_sum[lane] : 0, sum = warp_scan(mine);
       int64_t* sums = select.chunk_sum + pair * select.max_chunks;
       if (lane == 31) *const_cast<volatile int64_t*>(sums + chunk) = sum | INT64_MIN;
       const int64_t ahead = sum_before(sums, chunk);

@@ -50,11 +50,13 @@ __device__ __forceinline__ void multiply(float (&d)[kColumns][4], const uint4* l
     }
 }
 
-// Address of token `token` of a row's KV head: K at +0, V at +head_dim.
+// Address of a KV head's row in a block of the cache: K at +0, V at +head_dim.
+__device__ __forceinline__ const Half* row_at(const Pages& pages, int head, int block, int within) {
+  return static_cast<const Half*>(pages.kv) + block * pages.page_stride + (int64_t(head) * pages.block_size + within) * (2 * kHeadDim);
+}
+// And of token `token` of a row.
 __device__ __forceinline__ const Half* token_row(const Batch& batch, const Pages& pages, int row, int head, int token) {
-  const int64_t block = batch.block_table[row * batch.table_stride + token / pages.block_size];
-  return static_cast<const Half*>(pages.kv) + block * pages.page_stride +
-         (int64_t(head) * pages.block_size + token % pages.block_size) * (2 * kHeadDim);
+  return row_at(pages, head, batch.block_table[row * batch.table_stride + token / pages.block_size], token % pages.block_size);
 }
 
 }  // namespace santa
